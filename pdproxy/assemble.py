@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.retry_budget import RetryBudget
+from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.aio.loop_lag import LoopLag
 from pdproxy.config.instances import InstanceSettings, is_link_local
 from pdproxy.config.settings import Settings
@@ -99,6 +100,7 @@ class Proxy:
     probe: Probe
     membership: Membership
     recent: Recent
+    descriptors: DescriptorBudget
     listen: Callable[[], None]
     """Binds the signal socket, where one is needed, ahead of `app`'s start, which binds it otherwise. Raises
     `ConfigError`."""
@@ -121,7 +123,8 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     `make_client` replaces HTTP, for tests.
     """
     # Some parts need each other. A lambda stands for a part that is made further down, and is called after that only.
-    make_client = make_client or _http_client(settings)
+    descriptors = DescriptorBudget()
+    make_client = make_client or _http_client(settings, descriptors)
     board = KvBoard()
     fleet = settings.fleet()
     warn_of_mistakes(fleet, settings)
@@ -134,11 +137,18 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         ended_peers.ended(epoch)
 
     make_instance = instance_maker(settings, admission, on_ended, make_client)
-    pool = Pool(admission, (make_instance(one, False) for one in fleet))
+
+    def make_one(one: InstanceSettings, is_newcomer: bool) -> Instance:
+        instance = make_instance(one, is_newcomer)
+        if instance.adapter.traits.ready is KvReady.ENGINES:  # then both legs are sent at once
+            descriptors.legs_per_request = 2
+        return instance
+
+    pool = Pool(admission, (make_one(one, False) for one in fleet))
     signals = _Signals(board, settings, pool)
 
     def make_newcomer(one: InstanceSettings) -> Instance:
-        newcomer = make_instance(one, True)
+        newcomer = make_one(one, True)
         signals.hear(newcomer)
         return newcomer
 
@@ -153,6 +163,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         retries=retries.statistics,
         num_continued=lambda: orchestrator.num_continued,
         num_malformed=lambda: signals.num_malformed,
+        descriptors=descriptors,
     )
     metrics, recent = Metrics(sources), Recent()
     lag = LoopLag(metrics.loop_lagged)
@@ -171,6 +182,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         reaper=reaper,
         retries=retries,
         observer=observer,
+        descriptors=descriptors,
         notify=signals.address,
     )
     probe, admin_keys = _probe(settings, pool, orchestrator, check, lag), _admin_keys(settings)
@@ -186,7 +198,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     )
     pool.on_change = feed.hurry
     watch = _file_watch(settings, pool, membership, fleet)
-    followers: list[Runner] = [membership.run, feed.run, ended_peers.run, lag.run]
+    followers: list[Runner] = [membership.run, feed.run, ended_peers.run, lag.run, descriptors.run]
     if watch is not None:
         followers.append(watch.run)
     running = _Running(signals, reaper, probe, orchestrator, pool, sizer, tracing, followers)
@@ -198,6 +210,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         reaper=reaper,
         metrics=metrics,
         recent=recent,
+        descriptors=descriptors,
         keys=keys,
         cors_origins=_cors_origins(settings),
         lifespan=running.lifespan,
@@ -214,6 +227,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         probe=probe,
         membership=membership,
         recent=recent,
+        descriptors=descriptors,
         listen=signals.open,
         signal_address=signals.address,
         hurry=running.hurry,
@@ -233,6 +247,7 @@ def make_orchestrator(
     retries: RetryBudget,
     observer: Observer,
     notify: Callable[[], str],
+    descriptors: DescriptorBudget | None = None,
     clock: Clock = time.monotonic,
 ) -> Orchestrator:
     """Returns the orchestrator, made of parts that all go by `clock`. `notify` tells where KV signals go to."""
@@ -273,6 +288,7 @@ def make_orchestrator(
         reaper=reaper,
         retries=retries,
         observer=observer,
+        descriptors=descriptors,
         clock=clock,
     )
 
@@ -488,13 +504,18 @@ def make_retries(settings: Settings, clock: Clock = time.monotonic) -> RetryBudg
         raise ConfigError(f"retry_share, retry_min_per_s: {error}") from None
 
 
-def _http_client(settings: Settings) -> MakeClient:
+def _http_client(settings: Settings, descriptors: DescriptorBudget | None = None) -> MakeClient:
     def make(one: InstanceSettings) -> EngineClient:
         kind = settings.engine_client
         if kind == "relay" and not can_reach(one.url):
             raise ConfigError(f"engine_client: relay speaks no HTTPS, which {one.name!r} has; use auto or httpx")
         make_one = HttpxClient if kind == "httpx" or not can_reach(one.url) else Http1Client
-        return make_one(one.url, connect_timeout_s=settings.connect_timeout_s, api_key=settings.engine_api_key)
+        return make_one(
+            one.url,
+            connect_timeout_s=settings.connect_timeout_s,
+            api_key=settings.engine_api_key,
+            descriptors=descriptors,
+        )
 
     return make
 

@@ -143,6 +143,16 @@ class Draining(NotReady):
     code = "shutting_down"
 
 
+class OutOfDescriptors(ProxyError):
+    """`OutOfDescriptors` says that the proxy's own process can open no more connections for now. No engine is to
+    blame.
+    """
+
+    status = 503
+    type = "service_unavailable"
+    code = "out_of_descriptors"
+
+
 class AdmissionError(ProxyError):
     """`AdmissionError` says that admission did not grant the pages. Nothing is held then."""
 
@@ -198,6 +208,22 @@ class LegFailed(ProxyError):
 
 class LegUnreachable(LegFailed):
     """LegUnreachable says that the engine has not seen the request: nothing is under way there."""
+
+
+class LegNotTried(LegUnreachable):
+    """`LegNotTried` says that the proxy could not even try to reach the engine, because this machine had no
+    descriptor, port or memory left. It says nothing of the engine.
+    """
+
+    status = 503
+    type = "service_unavailable"
+    code = "out_of_descriptors"
+
+    def __init__(self, leg: str, instance: str, *, retry_after_s: float) -> None:
+        super().__init__(leg, instance, "")
+        self.message = "the proxy can open no more connections for now; try again soon"
+        self.args = (self.message,)
+        self.retry_after_s = retry_after_s
 
 
 class Backpressure(LegFailed):

@@ -16,18 +16,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
+from heapq import nsmallest
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
 import anyio
+import msgspec
 import uvicorn
 
+from pdproxy.aio.descriptors import MESSAGE, RETRY_AFTER_S
 from pdproxy.assemble import Proxy
 from pdproxy.config.settings import Settings
-from pdproxy.errors import ConfigError
+from pdproxy.errors import ConfigError, OutOfDescriptors
+from pdproxy.orchestrator.error_reply import JSON, error_headers
 from pdproxy.server import process_memory as memory
 from pdproxy.server.connection import ClientConnection
 from pdproxy.server.what_runs import what_runs
+from transfer.descriptors import Acceptor, raise_limit
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +43,10 @@ HANDSHAKE_S = 10.0
 """Seconds in which a client must have ended the TLS handshake, who otherwise costs a descriptor."""
 ABORT_S = 5.0
 """Seconds that aborted requests have to tell their clients and settle."""
+REST_S = 1.0
+"""Seconds without a request after which a client's connection may be closed, while descriptors are short."""
+LOOK_AGAIN_S = 0.1
+"""Seconds between two looks for such a connection where there was none."""
 
 
 class Server(uvicorn.Server):
@@ -44,7 +54,7 @@ class Server(uvicorn.Server):
     that cannot be used.
 
     Mutable state, besides uvicorn's: `_loop`, once it runs; whether it has the process to itself; when it was first
-    asked to end, on the monotonic clock.
+    asked to end, on the monotonic clock; until when no client is looked for that could be given up.
     """
 
     def __init__(self, proxy: Proxy) -> None:
@@ -54,7 +64,7 @@ class Server(uvicorn.Server):
                 proxy.app,
                 host=settings.host,
                 port=settings.port,
-                http=ClientConnection,
+                http=partial(ClientConnection, routes=proxy.app.direct, descriptors=proxy.descriptors),  # type: ignore[arg-type]
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -70,9 +80,13 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_alone = False
         self._ends_since = 0.0
+        self._no_spare_until = 0.0
+        proxy.descriptors.give_up_client = self._give_up_client
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Runs the server in a process that does nothing else, whose memory is tuned for it."""
+        """Runs the server in a process that does nothing else: its memory is tuned for it, and it may have as many
+        descriptors as the system allows."""
+        raise_limit()
         self._is_alone = True
         super().run(sockets)
 
@@ -91,23 +105,51 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().startup([])  # with no listeners: uvicorn gives those of HTTPS a minute for the handshake
+        await super().startup([])  # with no listeners: uvicorn's would reset clients when descriptors are short
         self.started = False
-        for one in sockets or []:
-            self.servers.append(await self._listen(one))
+        descriptors, config = self._proxy.descriptors, self.config
+        refusal = b"" if config.is_ssl else _refusal()
+        self.servers = [
+            Acceptor(one, self._connect, descriptors, refusal=refusal, backlog=config.backlog)  # type: ignore[misc]
+            for one in sockets or []
+        ]
         self.started = True
+        descriptors.measure()
+        log.info("%d descriptors: enough for about %d requests at once", descriptors.limit, descriptors.most_requests)
         if self._is_alone:
             memory.settle()
 
-    async def _listen(self, one: socket.socket) -> asyncio.Server:
-        config = self.config
-        return await asyncio.get_running_loop().create_server(
-            partial(ClientConnection, config, self.server_state, self.lifespan.state, routes=self._proxy.app.direct),
-            sock=one,
-            backlog=config.backlog,
-            ssl=config.ssl,
-            ssl_handshake_timeout=HANDSHAKE_S if config.is_ssl else None,
+    def _give_up_client(self) -> bool:
+        """Closes the connection of the client that has wanted nothing for the longest time, and for `REST_S` at least.
+        Where there are many, it closes a hundredth of them, because to look through all takes its time. Returns False
+        where there is none."""
+        assert self._loop is not None
+        now = self._loop.time()
+        if now < self._no_spare_until:
+            return False
+        clients = [one for one in self.server_state.connections if isinstance(one, ClientConnection)]
+        rests = [(since, one) for one in clients if (since := one.rests_since()) is not None and now - since >= REST_S]
+        for _, one in nsmallest(1 + len(rests) // 100, rests, key=itemgetter(0)):
+            one.transport.close()
+        if not rests:
+            self._no_spare_until = now + LOOK_AGAIN_S
+        return bool(rests)
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        """Makes a connection of a socket, as uvicorn would."""
+        assert self._loop is not None
+        await self._loop.connect_accepted_socket(
+            self._protocol,
+            accepted,
+            ssl=self.config.ssl,
+            ssl_handshake_timeout=HANDSHAKE_S if self.config.is_ssl else None,
         )
+
+    def _protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -172,6 +214,17 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:  # then uvicorn does not end the app, whose tasks would be torn down with the loop
             await self.lifespan.shutdown()
+
+
+def _refusal() -> bytes:
+    """Returns the whole answer for a client whose connection is not taken."""
+    error = OutOfDescriptors(MESSAGE, retry_after_s=RETRY_AFTER_S)
+    body = msgspec.json.encode(error.body())
+    headers = [(b"content-type", JSON), *error_headers(error, body), (b"connection", b"close")]
+    return b"HTTP/1.1 503 Service Unavailable\r\n%b\r\n%b" % (
+        b"".join(b"%b: %b\r\n" % header for header in headers),
+        body,
+    )
 
 
 def listeners(host: str, port: int) -> list[socket.socket]:

@@ -40,6 +40,7 @@ FLOORS = (
     "transfer.errors",
     "transfer.logs",
     "transfer.geometry",
+    "transfer.descriptors",
     "transfer.trust",
     "transfer.wire",
     "transfer.child_process",
@@ -54,7 +55,15 @@ FLOORS = (
     "transfer",
 )
 """From the ground up. A folder imports from itself and from those before it. The longest name counts for a module."""
-DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer.trust", "transfer.logs", "transfer"}
+DOOR = {
+    "transfer.descriptors",
+    "transfer.errors",
+    "transfer.geometry",
+    "transfer.logs",
+    "transfer.trust",
+    "transfer.wire",
+    "transfer",
+}
 """All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire, logs`."""
 HEAVY = {"torch", "nixl", "nixl_cu12", "nixl_cu13", "safetensors"}
 NO_IO = {"httpx", "zmq", "uvicorn", "fastapi", "starlette", "socket", "subprocess", "requests", "aiohttp"}
@@ -140,6 +149,7 @@ LIGHT = (
     "transfer.logs",
     "transfer.logs",
     "transfer.geometry",
+    "transfer.descriptors",
     "transfer.trust",
     "transfer.wire",
     "transfer.child_process",

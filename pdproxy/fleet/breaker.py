@@ -173,6 +173,12 @@ class Breaker:
         if self._has_too_many_faults():
             self._open()
 
+    def not_tried(self, era: int) -> None:
+        """Notes that the leg that was started in `era` never left this machine: it was no probe."""
+        if era == self._era and self.state is HALF_OPEN and self._num_probes:
+            self._num_probes -= 1
+            self.on_change()
+
     def reset(self) -> None:
         """Forgets every outcome and closes the breaker: a probe succeeded, or the instance is a new process."""
         self._forget()

@@ -460,6 +460,8 @@ class Instance(Place):
             self.breaker.succeeded(era)
         elif outcome in _FAULTS:
             self.breaker.failed(era)
+        elif outcome == "not_tried":
+            self.breaker.not_tried(era)
 
     def prefilling(self, num_tokens: int) -> Prefilling:
         """Returns a block for a ``with``: so many prompt tokens count as queued here as long as it lasts, or until what

@@ -18,8 +18,8 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from pdproxy.engines.adapter import MalformedReply
-from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
-from pdproxy.errors import EngineReply, ProxyError
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, LocalFault
+from pdproxy.errors import EngineReply, LegNotTried, ProxyError
 from pdproxy.fleet.instance import Health, Instance
 from pdproxy.fleet.pool import Pool
 
@@ -118,8 +118,11 @@ class Probe:
             for instance in list(self._watched):
                 self._forget(instance)
 
-    async def look(self, instance: Instance) -> None:
-        """Asks the instance once, and proves it if it needs that. Never raises for what an instance does."""
+    async def look(self, instance: Instance) -> bool:
+        """Asks the instance once, and proves it if it needs that. Never raises for what an instance does.
+
+        Returns False where this machine could not even ask: that proves nothing, and the instance keeps its health.
+        """
         was, stalled_s = instance.health, self._stalled_s()
         try:
             await self._ask(instance)
@@ -130,6 +133,10 @@ class Probe:
             await self._make_ready(instance)
             if self._prove is None:
                 await self._compare_tokenizer(instance)
+        except LocalFault as error:
+            if not instance.is_ready:
+                instance.why = f"the proxy cannot ask it: {error}"
+            return False
         except EngineRefused as error:
             instance.lost(f"it cannot be reached: {error}")
         except MalformedReply as error:
@@ -145,6 +152,7 @@ class Probe:
             instance.lost("looking at it met a bug")
         if instance.health is Health.DOWN and was is not Health.DOWN:
             log.warning("%s is down: %s", instance.name, instance.why)
+        return True
 
     def _follow(self, watchers: TaskGroup) -> None:
         """Starts a watcher for each instance that has none, and stops those of instances that are gone."""
@@ -167,11 +175,13 @@ class Probe:
             was, since = instance.health, anyio.current_time()
             while True:
                 self._resting.pop(instance, None)
-                await self.look(instance)
+                was_asked = await self.look(instance)
                 instance.examined()
                 if instance.health is not was or instance.is_doubted:
                     was, since = instance.health, anyio.current_time()
                 pause_s = self._pause_s(instance, anyio.current_time() - since)
+                if not was_asked and instance.is_ready:
+                    pause_s = min(EAGER_S, pause_s)
                 # The timer sets the event, for a time limit of anyio's would go round and round on uvloop, whose clock
                 # counts milliseconds, until the last one is over.
                 due_at = loop.time() + pause_s * (1.0 - JITTER * random.random())
@@ -323,6 +333,8 @@ class Probe:
         try:
             with anyio.fail_after(self._canary_timeout_s):
                 await prove(prefiller, decoder)
+        except LegNotTried:
+            pass  # the proxy's own fault: it says nothing of the pair
         except (ProxyError, EngineReply, TimeoutError) as error:
             why = f"a canary from {prefiller.name} to {decoder.name} failed: {str(error) or 'it took too long'}"
             if why != instance.why:

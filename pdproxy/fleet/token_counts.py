@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from pdproxy.engines.adapter import Adapter, Call, MalformedReply
-from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, LocalFault
 from pdproxy.engines.tokenize import is_certain, read_tokens, tokenize_call
 from pdproxy.errors import EngineReply, InvalidRequest
 from pdproxy.fleet.instance import MAX_WHY_BYTES, Instance
@@ -290,7 +290,7 @@ async def post(instance: Instance, call: Call, headers: Mapping[str, str], *, ti
     """Returns the body of the answer with HTTP 200.
 
     Raises `EngineReply` for any other status, `EngineUnreachable`, `EngineBroken`, `TimeoutError`. After
-    `EngineUnreachable` and `EngineBroken` the instance is looked at.
+    `EngineUnreachable` and `EngineBroken` the instance is looked at, but not after `LocalFault`.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -299,6 +299,8 @@ async def post(instance: Instance, call: Call, headers: Mapping[str, str], *, ti
                 body = await leg.read()
             finally:
                 leg.close()
+    except LocalFault:
+        raise
     except (EngineUnreachable, EngineBroken) as error:
         instance.suspect(f"{call.path} cannot be asked: {error}", is_lost=isinstance(error, EngineRefused))
         raise

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from pdproxy.engines.adapter import Call, MalformedReply
-from pdproxy.engines.http.base import EngineBroken, EngineUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineUnreachable, LocalFault
 from pdproxy.engines.one_token import read_one_token
 from pdproxy.engines.tokenize import PATH, read_tokens
 from pdproxy.errors import EngineReply
@@ -80,6 +80,8 @@ class TokenizerCheck:
         try:
             async with asyncio.timeout(self._timeout_s):
                 report, num_left = await self._look(instance), 0
+        except LocalFault:
+            return  # it was not asked, and is asked another time
         except (EngineUnreachable, EngineBroken, MalformedReply, EngineReply, TimeoutError) as error:
             why = f"its tokenizer could not be compared: {str(error) or 'it took too long'}"
             report = TokenizerReport(instance.epoch, None, why)

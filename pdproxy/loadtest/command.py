@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -36,6 +35,7 @@ from pdproxy.loadtest.slo import Slo
 from pdproxy.loadtest.sweep import Search
 from pdproxy.loadtest.target import USUAL_EXTRA, Endpoint, Target
 from pdproxy.loadtest.workload import Departure, Replay, Workload
+from transfer.descriptors import raise_limit
 
 app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 DISTRUSTED = 3
@@ -185,7 +185,7 @@ def _run(plan: Plan, console: Console) -> int:
     """Conducts the test and returns the exit status. Whatever ends the test, this function shows what was measured; by
     then it has been written."""
     outcome = Outcome(Side(plan.label, ()))
-    _allow_many_sockets()
+    raise_limit()
     try:
         asyncio.run(conduct(plan, outcome, console))
     except (Interrupted, asyncio.CancelledError, KeyboardInterrupt) as stop:
@@ -245,8 +245,3 @@ def _faults(text: str, workload: Workload, *, is_sweep: bool) -> tuple[Fault, ..
     if workload.duration_s is not None and faults and faults[-1].at_s >= workload.duration_s:
         raise LoadTestError(f"{faults[-1]}: it is over by then, after {workload.duration_s:g} s")
     return faults
-
-
-def _allow_many_sockets() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -7,9 +7,18 @@ legs at once, and the engines notice.
 from __future__ import annotations
 
 from pdproxy.aio.deadline import Deadline
+from pdproxy.aio.descriptors import RETRY_AFTER_S
 from pdproxy.engines.adapter import Call
-from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, Leg, Source
-from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed, LegUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, Leg, LocalFault, Source
+from pdproxy.errors import (
+    Backpressure,
+    DeadlineExceeded,
+    EngineReply,
+    HandoffMissing,
+    LegFailed,
+    LegNotTried,
+    LegUnreachable,
+)
 from pdproxy.fleet.instance import Instance, Reliance
 from pdproxy.openai.response import error_code
 from pdproxy.orchestrator.attempt import Attempt
@@ -112,8 +121,8 @@ class OpenLeg:
     async def open(self) -> None:
         """Sends the call, and waits for the answer's head.
 
-        Raises `EngineReply` for the engine's own 4xx, `Backpressure` for 429 and 503, `LegUnreachable` or `LegFailed`
-        for the rest; then the leg is closed.
+        Raises `EngineReply` for the engine's own 4xx, `Backpressure` for 429 and 503, `LegNotTried` where it is this
+        machine's fault, `LegUnreachable` or `LegFailed` for the rest; then the leg is closed.
         """
         instance, call, attempt = self._instance, self._call, self._attempt
         self._era = instance.leg_started(attempt.id)
@@ -122,6 +131,9 @@ class OpenLeg:
         try:
             try:
                 self._leg = leg = await instance.client.post(call.path, call.body, attempt.headers(instance))
+            except LocalFault as error:
+                self._outcome = "not_tried"
+                raise LegNotTried(self._name, instance.name, retry_after_s=RETRY_AFTER_S) from error
             except EngineUnreachable as error:
                 raise self._unreachable(error) from error
             except EngineBroken as error:

@@ -19,6 +19,7 @@ from typing import Any
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.line import Demand
 from pdproxy.admission.retry_budget import RetryBudget
+from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.config.values import Assemble
 from pdproxy.engines.adapter import DecodeLeg, Resumption
 from pdproxy.errors import (
@@ -28,6 +29,7 @@ from pdproxy.errors import (
     InvalidRequest,
     KvFailed,
     LegFailed,
+    LegNotTried,
     ModelNotFound,
     NeverFits,
     NotReady,
@@ -102,6 +104,7 @@ class Orchestrator:
         reaper: Reaper,
         retries: RetryBudget,
         observer: Observer,
+        descriptors: DescriptorBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
@@ -115,6 +118,7 @@ class Orchestrator:
         self._reaper = reaper
         self._retries = retries
         self._observer = observer
+        self._descriptors = descriptors
         self._clock = clock
         # State: the requests under way; whether new ones are taken; the number of streams taken over from a lost
         # decoder; an event for those who wait until the last request has ended.
@@ -247,6 +251,8 @@ class Orchestrator:
         be told where none did, or none may be made any more."""
         if self._is_draining:
             raise Draining("the proxy is shutting down", retry_after_s=5.0)
+        if self._descriptors is not None:
+            self._descriptors.check(len(self._contexts))
         started = self._clock()
         size = self._sizer.size_now(context.request)
         if size is None:
@@ -269,6 +275,8 @@ class Orchestrator:
                     raise
                 # What was refused is the prompt with the answer so far, which is not what the client has sent.
                 raise failure from None
+            except LegNotTried:
+                raise  # Another attempt needs as much of this machine, and would cost some of the retry budget.
             except NotAssembled:
                 context.ask_for_whole()
                 size = prompt

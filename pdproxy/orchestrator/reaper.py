@@ -20,7 +20,7 @@ from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Evidence
 from pdproxy.admission.orphans import Job
 from pdproxy.engines.adapter import MalformedReply, ReleaseCall
-from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, LocalFault
 from pdproxy.errors import DeadlineExceeded, KvFailed
 from pdproxy.fleet.instance import Instance
 from pdproxy.orchestrator.attempt import Attempt
@@ -44,7 +44,7 @@ class Reaper:
     """
 
     def __init__(
-        self, admission: Admission, *, call_timeout_s: float, look: Callable[[Instance], Awaitable[None]]
+        self, admission: Admission, *, call_timeout_s: float, look: Callable[[Instance], Awaitable[object]]
     ) -> None:
         self._admission = admission
         self._call_timeout_s = call_timeout_s
@@ -144,7 +144,7 @@ class Reaper:
                 return await _call(errand, instance, attempt.headers(instance))
         except (EngineUnreachable, EngineBroken, MalformedReply, TimeoutError) as error:
             log.debug("%s was to drop attempt %s: %r", instance.name, attempt.id, error)
-            if isinstance(error, EngineUnreachable | EngineBroken):
+            if isinstance(error, EngineUnreachable | EngineBroken) and not isinstance(error, LocalFault):
                 instance.suspect(f"it cannot be asked to drop pages: {error}", is_lost=isinstance(error, EngineRefused))
             return False
 

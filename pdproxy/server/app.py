@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdproxy import __version__
+from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.errors import MethodNotAllowed, NoSuchRoute, NotReady, ProxyError, Unauthorized
 from pdproxy.fleet.pool import Pool
 from pdproxy.kv_signals.board import KvBoard
@@ -71,6 +72,7 @@ def build_app(
     reaper: Reaper,
     metrics: Metrics,
     recent: Recent,
+    descriptors: DescriptorBudget,
     keys: ApiKeys,
     cors_origins: Sequence[str],
     lifespan: Lifespan,
@@ -81,7 +83,7 @@ def build_app(
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, pool, keys)
     _add_health_routes(app, pool, orchestrator)
-    _add_operator_routes(app, Status(pool, board, orchestrator, reaper, recent), metrics)
+    _add_operator_routes(app, Status(pool, board, orchestrator, reaper, recent, descriptors), metrics)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ProxyError, _on_proxy_error)
     app.add_exception_handler(Exception, _on_bug)
@@ -100,12 +102,21 @@ def build_app(
 class Status:
     """Status makes the status page. Its members are documented in ``docs/metrics.md``."""
 
-    def __init__(self, pool: Pool, board: KvBoard, orchestrator: Orchestrator, reaper: Reaper, recent: Recent) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        board: KvBoard,
+        orchestrator: Orchestrator,
+        reaper: Reaper,
+        recent: Recent,
+        descriptors: DescriptorBudget,
+    ) -> None:
         self._pool = pool
         self._board = board
         self._orchestrator = orchestrator
         self._reaper = reaper
         self._recent = recent
+        self._descriptors = descriptors
         self._started_at = time.time()
 
     def facts(self) -> dict[str, Any]:
@@ -126,6 +137,7 @@ class Status:
             "in_flight": self._orchestrator.in_flight(),
             "totals": self._recent.totals,
             "recent": self._recent.facts(),
+            "descriptors": self._descriptors.status(),
             "tasks": len(asyncio.all_tasks()),
         }
 

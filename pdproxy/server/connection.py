@@ -15,6 +15,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.server import codings
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.exchange import Exchange
@@ -44,15 +45,28 @@ class ClientConnection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         routes: DirectRoutes,
+        descriptors: DescriptorBudget | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.heads = ResponseHeadWriter(server_state)
         self._routes = routes
+        self._descriptors = descriptors
         self._turn: Exchange | None = None
         self._is_in_head = False
         self._num_head_bytes = 0
         self._idle_since = 0.0
         self._rest_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_crowded(self) -> bool:
+        descriptors = self._descriptors
+        return descriptors is not None and (descriptors.is_short or descriptors.is_tight)
+
+    def rests_since(self) -> float | None:
+        """Returns since when nothing is under way, on the loop's clock; None where something is, or where the
+        connection is being closed."""
+        is_busy = self._is_in_head or (self.cycle is not None and not self.cycle.response_complete)
+        return None if is_busy or self.transport.is_closing() else self._idle_since
 
     # ── the transport's calls ───────────────────────────────────────────────────────────────────────────────────────
 

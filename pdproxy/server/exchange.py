@@ -35,6 +35,10 @@ class ServerConnection(Protocol):
     tasks: set[asyncio.Task[None]]
     heads: ResponseHeadWriter
 
+    @property
+    def is_crowded(self) -> bool:
+        """True where no connection should outlive its answer, because descriptors are short."""
+
     def on_response_complete(self) -> None:
         """Notes that everything was sent."""
 
@@ -290,6 +294,8 @@ class Exchange:
     def _write_head(self, status: int, headers: Headers, framing: bytes) -> bytes:
         if self._awaits_continue and not self._is_whole:
             self.keep_alive = False  # what comes next may be the body, or the next request
+        elif self.keep_alive and self._is_whole and self._line.is_crowded:
+            self.keep_alive = False
         head = self._line.heads.write(status, headers, framing if self.keep_alive else framing + CLOSE)
         self.is_started = True
         return head

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from pdproxy import __version__
 from pdproxy.admission.admission import AdmissionStatistics
 from pdproxy.admission.retry_budget import RetryStatistics
+from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.fleet.pool import Pool
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.telemetry.attempt_record import AttemptRecord
@@ -39,6 +40,7 @@ class Sources:
     """Returns the number of streams that another decoder was asked to go on with."""
     num_malformed: Callable[[], int]
     """Returns the number of messages on the signal socket that were no signals."""
+    descriptors: DescriptorBudget
 
 
 class Metrics:
@@ -191,6 +193,13 @@ class _Requests(Collector):
         yield _counter("pdproxy_streams_continued", "Streams taken over", self._sources.num_continued())
         outcomes = dict(self._sources.reaper())
         yield _gauge("pdproxy_reaper_open", "Attempts whose pages are not known to be free", outcomes.pop("open"))
+        descriptors = self._sources.descriptors
+        refused = {"request": descriptors.num_refused, "connection": descriptors.num_turned_away}
+        yield _counters_by(
+            "pdproxy_descriptors_refused", "Clients refused for want of descriptors", "what", refused.items()
+        )
+        faults = dict(descriptors.local_errors)
+        yield _counters_by("pdproxy_local_errors", "Sockets that this machine could not make", "kind", faults.items())
         yield _counters_by("pdproxy_reaper_attempts", "What became of orphaned attempts", "outcome", outcomes.items())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from transfer import logs
+from transfer.descriptors import RESERVE, Descriptors, raise_limit
 from transfer.engine.config import EngineSettings
 from transfer.errors import TransferError
 
@@ -35,6 +35,7 @@ def main() -> None:
     if missing := [name for name in ("torch", "nixl") if find_spec(name) is None]:
         way_out = "pip install 'pdproxy[engine]' (in a checkout: scripts/install engine)"
         sys.exit(f"error: this Python has no {', '.join(missing)}; {way_out}")
+    raise_limit()
     from transfer.engine.ranks.start import start_ranks
 
     rank, links = start_ranks(settings.tensor_parallel_size)
@@ -60,7 +61,7 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
 
     from transfer.engine.engine import Engine
     from transfer.engine.ranks.leader import OtherRanks
-    from transfer.engine.server import ServerSettings, build_app
+    from transfer.engine.server import EngineServer, ServerSettings, build_app
 
     tokenizer = AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
     ranks = OtherRanks(links)
@@ -68,7 +69,9 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
     lost = asyncio.Event()
     try:
         await engine.start(lost.set)
-        app = build_app(engine, tokenizer, ServerSettings(max_body_bytes=settings.max_body_bytes))
+        descriptors = Descriptors()
+        limits = ServerSettings(max_body_bytes=settings.max_body_bytes)
+        app = build_app(engine, tokenizer, limits, descriptors)
         config = uvicorn.Config(
             app,
             host=settings.host,
@@ -80,18 +83,13 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
             lifespan="off",
         )
         log.info("serving %s as %s on http://%s:%d", engine.model.name, settings.role, settings.host, settings.port)
-        server = Server(config)
+        log.info("%d descriptors: enough for about %d connections", descriptors.limit, descriptors.num_free - RESERVE)
+        server = EngineServer(config, descriptors)
         await serve_until(lost, server)
         if ranks.lost is not None:
             raise ranks.lost
     finally:
         await engine.aclose()
-
-
-class Server(uvicorn.Server):
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        logs.flush()  # uvicorn then raises the signal that it was ended by once more, which ends the process there
 
 
 async def serve_until(lost: asyncio.Event, server: uvicorn.Server) -> None:

@@ -21,6 +21,7 @@ class ApiError(Exception):
     status: int = 400
     type: str = "invalid_request_error"
     retry_after_s: float | None = None
+    ends_connection: bool = False
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
@@ -30,9 +31,8 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        if self.retry_after_s is None:
-            return []
-        return [(b"retry-after", str(math.ceil(self.retry_after_s)).encode())]
+        headers = [] if self.retry_after_s is None else [(b"retry-after", b"%d" % math.ceil(self.retry_after_s))]
+        return [*headers, (b"connection", b"close")] if self.ends_connection else headers
 
 
 def refuse_if(condition: bool, param: str, message: str) -> None:
@@ -53,6 +53,18 @@ def model_not_found(name: str) -> ApiError:
 
 def body_too_large(limit_bytes: int) -> ApiError:
     return ApiError(f"The request body is larger than {limit_bytes} bytes.", code="body_too_large", status=413)
+
+
+def out_of_descriptors() -> ApiError:
+    """Returns the answer to clients for whom this process has no descriptors left."""
+    return ApiError(
+        "This engine has as many connections open as it can have; try again soon.",
+        code="out_of_descriptors",
+        status=503,
+        type="service_unavailable",
+        retry_after_s=1.0,
+        ends_connection=True,
+    )
 
 
 def from_core(error: Exception) -> ApiError:

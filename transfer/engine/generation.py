@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from transfer.descriptors import Descriptors
 from transfer.engine.answer import Answer
 from transfer.engine.api import EngineCore, GenerationJob, ModelFacts, RankLost
-from transfer.engine.api_error import ApiError, from_core
+from transfer.engine.api_error import ApiError, from_core, out_of_descriptors
 from transfer.engine.asgi import (
     DONE,
     ClientGoneError,
@@ -43,7 +44,14 @@ class GenerationEndpoint:
     """A `GenerationEndpoint` is an ASGI application for one route. It holds no state of any request."""
 
     def __init__(
-        self, core: EngineCore, tokenizer: Any, prompts: PromptEncoder, *, is_chat: bool, max_body_bytes: int
+        self,
+        core: EngineCore,
+        tokenizer: Any,
+        prompts: PromptEncoder,
+        *,
+        is_chat: bool,
+        max_body_bytes: int,
+        descriptors: Descriptors | None = None,
     ) -> None:
         self._core = core
         self._tokenizer = tokenizer
@@ -52,6 +60,7 @@ class GenerationEndpoint:
         self._parse: Parse = parse_chat if is_chat else parse_completion
         self._shape: type[ReplyShape] = ChatShape if is_chat else CompletionShape
         self._max_body_bytes = max_body_bytes
+        self._descriptors = descriptors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send)
@@ -75,6 +84,10 @@ class GenerationEndpoint:
             await reply.fail(answer)
 
     async def _serve(self, body: bytes, reply: Reply) -> None:
+        if self._descriptors is not None:
+            self._descriptors.measure_again()  # the KV side opens connections that nobody counts
+            if self._descriptors.is_tight:
+                raise out_of_descriptors()
         request = self._parse(body, self._core.model, self._role)
         shape = self._shape_of(request)
         jobs = [await self._job(request, index, param, shape.id) for index, param in enumerate(prompt_params(request))]

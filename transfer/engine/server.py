@@ -5,17 +5,22 @@ FastAPI serves the small routes; the two that generate are plain ASGI endpoints 
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from transfer import logs
+from transfer.descriptors import Acceptor, Descriptors
 from transfer.engine.api import EngineCore
-from transfer.engine.api_error import ApiError, from_core, refuse_if
+from transfer.engine.api_error import ApiError, from_core, out_of_descriptors, refuse_if
 from transfer.engine.asgi import ClientGoneError, decode, read_body
 from transfer.engine.generation import GenerationEndpoint
 from transfer.engine.prompts import ConversationBody, Prompt, PromptEncoder, conversation_of
@@ -48,14 +53,55 @@ class SenderEndedBody(msgspec.Struct):
     epoch: Name
 
 
-def build_app(core: EngineCore, tokenizer: Any, settings: ServerSettings | None = None) -> FastAPI:
+class EngineServer(uvicorn.Server):
+    """EngineServer serves an app of `build_app`. It takes connections only while `descriptors` has room for them."""
+
+    def __init__(self, config: uvicorn.Config, descriptors: Descriptors) -> None:
+        super().__init__(config)
+        self._descriptors = descriptors
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        error = out_of_descriptors()
+        body = msgspec.json.encode(error.body())
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error.headers()]
+        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+        refusal = b"HTTP/1.1 503 Service Unavailable\r\n%b\r\n%b" % (lines, body)
+        listeners = [one.dup() for server in self.servers for one in server.sockets]
+        for server in self.servers:  # what they accept, they accept whatever it takes
+            server.close()
+        self._descriptors.measure()
+        self.servers = [
+            Acceptor(one, self._connect, self._descriptors, refusal=refusal, backlog=self.config.backlog)  # type: ignore[misc]
+            for one in listeners
+        ]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        logs.flush()  # uvicorn then raises the signal that it was ended by once more, which ends the process there
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        await asyncio.get_running_loop().connect_accepted_socket(self._protocol, accepted)
+
+    def _protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
+
+
+def build_app(
+    core: EngineCore, tokenizer: Any, settings: ServerSettings | None = None, descriptors: Descriptors | None = None
+) -> FastAPI:
     """Returns the ASGI application. `tokenizer` is a ``PreTrainedTokenizerFast``; the caller starts and stops
-    `core`."""
+    `core`. With `descriptors`, nothing is generated while the process has only its reserve of them left."""
     limit = (settings or ServerSettings()).max_body_bytes
     prompts = PromptEncoder(tokenizer)
     app = FastAPI(title="built-in engine", openapi_url=None)
     for path, is_chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
-        endpoint = GenerationEndpoint(core, tokenizer, prompts, is_chat=is_chat, max_body_bytes=limit)
+        endpoint = GenerationEndpoint(
+            core, tokenizer, prompts, is_chat=is_chat, max_body_bytes=limit, descriptors=descriptors
+        )
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, core, prompts, limit)
     _add_transfer_routes(app, core, limit)

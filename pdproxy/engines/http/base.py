@@ -3,8 +3,12 @@ way. It knows nothing of what is carried."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+from transfer.descriptors import LOCAL_ERRNOS, can_open
 
 SLICE_BYTES = 4 * 1024
 """The most bytes of an answer that are dealt with at a time. Where each of them makes work, as with chunks or events of
@@ -21,6 +25,12 @@ class EngineUnreachable(Exception):
 class EngineRefused(EngineUnreachable):
     """`EngineRefused` says that nobody listens at the address. The process has probably gone, but that is no proof of
     it: a process may have closed its listening socket and still write KV.
+    """
+
+
+class LocalFault(EngineUnreachable):
+    """`LocalFault` says that this machine had no descriptor, port or memory left to make a connection with. It says
+    nothing of the engine, which is neither suspected nor counted against for it.
     """
 
 
@@ -109,3 +119,19 @@ class EngineClient(Protocol):
         """Takes no new calls from now on, and ends when the connections of calls that are over are
         closed. Idempotent.
         """
+
+
+def local_fault(errors: Sequence[OSError]) -> OSError | None:
+    """Returns the error which shows that a connection failed for this machine's own reasons; None where there is none.
+    `errors` has one for each address that was tried.
+
+    An address that cannot be assigned shows nothing where another address of the engine gave an answer: a machine
+    without IPv6 says so of ``::1``. A resolver that cannot open its files says the same as one that finds no name.
+    """
+    for error in errors:
+        if error.errno in LOCAL_ERRNOS and error.errno != errno.EADDRNOTAVAIL:
+            return error
+        if isinstance(error, socket.gaierror) and (error.errno == socket.EAI_MEMORY or not can_open()):
+            return OSError(errno.EMFILE, str(error))
+    is_unassignable = bool(errors) and all(error.errno == errno.EADDRNOTAVAIL for error in errors)
+    return errors[0] if is_unassignable else None

@@ -9,14 +9,24 @@ connection and that was found out before the request was on it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import monotonic
 from typing import Any
 
+import httpcore
 import httpx
 
-from pdproxy.engines.http.base import SLICE_BYTES, TURN_S, EngineBroken, EngineRefused, EngineUnreachable
+from pdproxy.aio.descriptors import DescriptorBudget
+from pdproxy.engines.http.base import (
+    SLICE_BYTES,
+    TURN_S,
+    EngineBroken,
+    EngineRefused,
+    EngineUnreachable,
+    LocalFault,
+    local_fault,
+)
 
 KEEPALIVE_S = 4.0
 """The seconds for which an idle connection is kept. uvicorn, and so most engines, close an idle connection after five
@@ -37,8 +47,12 @@ class HttpxLeg:
     task of its own closes it, and is in `closing` until it has ended.
     """
 
-    def __init__(self, response: httpx.Response, closing: set[asyncio.Task[None]]) -> None:
+    def __init__(
+        self, response: httpx.Response, closing: set[asyncio.Task[None]], on_closed: Callable[[], None]
+    ) -> None:
+        """Takes `on_closed`, which is called once, when the response is closed."""
         assert isinstance(response.stream, httpx.AsyncByteStream)
+        self._on_closed = on_closed
         self._response = response
         self._chunks = aiter(response.stream)  # `aiter_raw` would close the response within the caller's task
         self._unread = b""
@@ -100,14 +114,19 @@ class HttpxLeg:
         if self._close_task is None:
             self._close_task = asyncio.create_task(_close(self._response))
             self._closing.add(self._close_task)
-            self._close_task.add_done_callback(self._closing.discard)
+            self._close_task.add_done_callback(self._has_closed)
         return self._close_task
+
+    def _has_closed(self, task: asyncio.Task[None]) -> None:
+        self._closing.discard(task)
+        self._on_closed()
 
 
 class HttpxClient:
     """Implements `base.EngineClient` for the instance at `url`, which gets `api_key` with every call.
 
-    Mutable state: httpx's; the tasks that close legs.
+    Mutable state: httpx's; the tasks that close legs, and connections that are given up; those that this closed and
+    httpx lists still; how many of its connections the `descriptors` count.
     """
 
     def __init__(
@@ -117,18 +136,25 @@ class HttpxClient:
         connect_timeout_s: float,
         api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
+        descriptors: DescriptorBudget | None = None,
     ) -> None:
+        self._descriptors = descriptors or DescriptorBudget()
         self._timeout = httpx.Timeout(None, connect=connect_timeout_s)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S)
+        transport = transport or httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
+        self._pool: httpcore.AsyncConnectionPool | None = getattr(transport, "_pool", None)
         self._http = httpx.AsyncClient(
             base_url=url,
             timeout=self._timeout,
-            limits=limits,
             transport=transport,
             trust_env=False,
             headers={"accept-encoding": "identity"} | ({"authorization": f"Bearer {api_key}"} if api_key else {}),
         )
         self._closing: set[asyncio.Task[None]] = set()
+        self._given_up: set[httpcore.AsyncConnectionInterface] = set()
+        self._gone: set[httpcore.AsyncConnectionInterface] = set()
+        self._num_counted = 0
+        self._descriptors.spares[self] = None
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> HttpxLeg:
         if self._http.is_closed:
@@ -137,7 +163,7 @@ class HttpxClient:
         try:
             return await self._send(path, body, headers, progress)
         except _NOTHING_SENT as error:
-            raise _unreachable(error) from error
+            raise self._unreachable(error) from error
         except httpx.HTTPError as error:
             if not progress.was_stale:
                 raise EngineBroken(_describe(error)) from error
@@ -147,7 +173,7 @@ class HttpxClient:
         try:
             return await self._send(path, body, headers, _Progress())
         except _NOTHING_SENT as error:
-            raise _unreachable(error) from error
+            raise self._unreachable(error) from error
         except httpx.HTTPError as error:
             raise EngineBroken(_describe(error)) from error
 
@@ -159,25 +185,96 @@ class HttpxClient:
             headers={"content-type": "application/json", **headers},
             extensions={"timeout": self._timeout.as_dict(), "trace": progress.note},
         )
-        return HttpxLeg(await self._http.send(request, stream=True), self._closing)
+        await self._descriptors.room()
+        self._begin()
+        try:
+            response = await self._http.send(request, stream=True)
+        finally:
+            self._end()
+        return HttpxLeg(response, self._closing, self._leg_closed)
+
+    def _leg_closed(self) -> None:
+        self._count()
+        if self._descriptors.is_tight:
+            self.give_up_one()
+
+    def _begin(self) -> None:
+        """Counts a connection for a call, which may take one that is there."""
+        self._descriptors.num_pending += 1
+        self._count(1)
+
+    def _end(self) -> None:
+        self._descriptors.num_pending -= 1
+        self._count()
+
+    def _count(self, num_more: int = 0) -> None:
+        """Counts the connections that there are, and `num_more`. httpx tells nobody when it opens or closes one, and
+        finds out with the next call that some are closed."""
+        listed = [] if self._pool is None else self._pool.connections
+        if self._gone:
+            self._gone.intersection_update(listed)
+        num = num_more + len(listed) - len(self._gone)
+        self._descriptors.num_opened += num - self._num_counted
+        self._num_counted = num
+
+    def give_up_one(self) -> bool:
+        """Closes a connection that httpx keeps alive. Returns False where there is none."""
+        kept = () if self._pool is None else self._pool.connections
+        spare = next((one for one in kept if one.is_idle() and one not in self._given_up), None)
+        if spare is None or self._http.is_closed:
+            return False
+        self._given_up.add(spare)
+        task = asyncio.get_running_loop().create_task(self._give_up(spare))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return True
+
+    async def _give_up(self, spare: httpcore.AsyncConnectionInterface) -> None:
+        try:
+            if spare.is_idle():  # a call that httpx has given it meanwhile, and that has not begun, takes another one
+                self._gone.add(spare)
+                async with asyncio.timeout(CLOSE_S):
+                    await spare.aclose()
+        except (TimeoutError, OSError, httpcore.NetworkError):
+            pass  # it has gone by itself
+        finally:
+            self._given_up.discard(spare)
+            self._count()
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         if self._http.is_closed:
             raise EngineUnreachable("it was taken out of the fleet")
+        await self._descriptors.room()
+        self._begin()
         try:
             response = await self._http.get(path, timeout=timeout_s)
         except _NOTHING_SENT as error:
-            raise _unreachable(error) from error
+            raise self._unreachable(error) from error
         except httpx.HTTPError as error:
             raise EngineBroken(_describe(error)) from error
+        finally:
+            self._end()
         return response.status_code, response.content
 
+    def _unreachable(self, error: httpx.HTTPError) -> EngineUnreachable:
+        reasons = _reasons(error)
+        if reasons and all(isinstance(reason, ConnectionRefusedError) for reason in reasons):
+            return EngineRefused(_describe(error))
+        fault = local_fault(reasons)
+        if fault is None:
+            return EngineUnreachable(_describe(error))
+        self._descriptors.failed(fault)
+        return LocalFault(str(fault))
+
     async def aclose(self) -> None:
+        self._descriptors.spares.pop(self, None)
         try:
             if self._closing:
                 await asyncio.wait(self._closing)
         finally:
             await self._http.aclose()
+            self._descriptors.num_opened -= self._num_counted
+            self._num_counted = 0
 
 
 class _Progress:
@@ -208,19 +305,13 @@ async def _close(response: httpx.Response) -> None:
             await response.aclose()
 
 
-def _unreachable(error: httpx.HTTPError) -> EngineUnreachable:
-    return EngineRefused(_describe(error)) if _is_refused(error) else EngineUnreachable(_describe(error))
-
-
-def _is_refused(error: BaseException | None) -> bool:
-    """Tells whether every address of the host said that nobody listens. The reason lies below what httpx, httpcore and
-    anyio say.
-    """
+def _reasons(error: BaseException | None) -> list[OSError]:
+    """Returns what the system said of each address of the host. It lies below what httpx, httpcore and anyio say."""
     if isinstance(error, BaseExceptionGroup):
-        return all(_is_refused(one) for one in error.exceptions)
-    if error is None or isinstance(error, ConnectionRefusedError):
-        return error is not None
-    return _is_refused(error.__cause__ or error.__context__)
+        return [reason for one in error.exceptions for reason in _reasons(one)]
+    if isinstance(error, OSError) and error.errno is not None:
+        return [error]
+    return [] if error is None else _reasons(error.__cause__ or error.__context__)
 
 
 def _describe(error: httpx.HTTPError) -> str:

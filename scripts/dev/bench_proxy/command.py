@@ -4,7 +4,6 @@ for documents."""
 from __future__ import annotations
 
 import json
-import resource
 import tempfile
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -26,6 +25,7 @@ from scripts.dev.bench_proxy.run import measure
 from scripts.dev.bench_proxy.targets import OURS, Peer, choose
 from scripts.dev.bench_proxy.words import goal_lines, make_lines, make_table, warnings
 from scripts.dev.common.outcome import NO_MATPLOTLIB, can_plot, exit_status, show, write_json
+from transfer.descriptors import raise_limit
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 ROUNDS, QUICK_ROUNDS, FAILOVER_ROUNDS = 5, 1, 3
@@ -141,7 +141,7 @@ def _measure(
         has_interpreted=INTERPRETED_WORD in words,
         earlier=earlier[-1] if earlier else None,
     )
-    _allow_many_sockets()
+    raise_limit()
     with tempfile.TemporaryDirectory(prefix="pdproxy-bench-") as folder:
         status = _run(
             findings, chosen, peers, 0 if is_quick else (findings.rounds + 1) // 2, log_dir, Path(folder), console
@@ -163,11 +163,6 @@ def _is_failed(report: dict[str, Any]) -> bool:
     return any(one["target"] == OURS for one in report["failures"]) or any(
         row["errors"] or row["is_disqualified"] for row in rows
     )
-
-
-def _allow_many_sockets() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _run(

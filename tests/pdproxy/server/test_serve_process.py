@@ -60,8 +60,19 @@ class Proxy:
 
 
 @asynccontextmanager
-async def process(folder: Path, *options: str, stderr: int | None = None) -> AsyncIterator[Proxy]:
-    """Ready, in front of two scripted engines in this process."""
+async def process(
+    folder: Path,
+    *options: str,
+    stderr: int | None = None,
+    num_descriptors: int | None = None,
+    most_descriptors: int | None = None,
+) -> AsyncIterator[Proxy]:
+    """Ready, in front of two scripted engines in this process. With `num_descriptors` the process gets that many, and
+    may have `most_descriptors`, by default no more."""
+    limited = []
+    if num_descriptors is not None:
+        limit = f"ulimit -Sn {num_descriptors} && ulimit -Hn {most_descriptors or num_descriptors}"
+        limited = ["sh", "-c", f'{limit} && exec "$@"', "sh"]
     prefiller, decoder = FakeEngine("prefill"), FakeEngine("decode")
     prefiller.decoders = [decoder]
     port, notify = free_ports(2)
@@ -75,7 +86,7 @@ async def process(folder: Path, *options: str, stderr: int | None = None) -> Asy
     decoder.sink = tell
     log = folder / "proxy.log"
     async with served(prefiller) as prefill, served(decoder) as decode:
-        child = start(command(port, notify, prefill, decode, *options), log, stderr)
+        child = start([*limited, *command(port, notify, prefill, decode, *options)], log, stderr)
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
                 proxy = Proxy(child, client, decoder, log)
@@ -85,6 +96,7 @@ async def process(folder: Path, *options: str, stderr: int | None = None) -> Asy
         finally:
             child.kill()
             child.wait()
+            await asyncio.sleep(0.02)  # for the engines: to accept what it has left behind, and find it closed
             sender.close(0)
             context.term()
 

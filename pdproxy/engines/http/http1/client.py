@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
+from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.engines.http.base import EngineBroken, EngineUnreachable
 from pdproxy.engines.http.http1.connection import Connection
 from pdproxy.engines.http.http1.leg import Http1Leg
@@ -35,10 +36,18 @@ class Http1Client:
     whether it is closed.
     """
 
-    def __init__(self, url: str, *, connect_timeout_s: float, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_timeout_s: float,
+        api_key: str | None = None,
+        descriptors: DescriptorBudget | None = None,
+    ) -> None:
         if not can_reach(url):
             raise ValueError(f"not an address of HTTP in clear text: {url}")
         self._connect_timeout_s = connect_timeout_s
+        self._descriptors = descriptors or DescriptorBudget()
         self._standing = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._home = self._place(url)
         self._path = urlsplit(url).path.rstrip("/")
@@ -110,7 +119,7 @@ class Http1Client:
 
     def _place(self, url: str) -> Place:
         parts = urlsplit(url)
-        origin = Origin(parts.hostname or "", parts.port or _DEFAULT_PORT)
+        origin = Origin(parts.hostname or "", parts.port or _DEFAULT_PORT, self._descriptors)
         return origin, HeadWriter(parts.netloc, self._standing)
 
 

@@ -13,6 +13,7 @@ import select
 from time import monotonic
 from typing import Protocol, cast
 
+from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.engines.http.base import SLICE_BYTES, TURN_S
 
 FRESH_S = 0.01
@@ -34,6 +35,9 @@ class Listener(Protocol):
 
 class Keeper(Protocol):
     """A `Keeper` keeps a connection between two calls."""
+
+    descriptors: DescriptorBudget
+    """The count of all that the proxy has open."""
 
     def keep(self, connection: Connection) -> None:
         """Takes a connection that can be used for another call."""
@@ -138,6 +142,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._keeper.descriptors.num_opened += 1
 
     def data_received(self, data: bytes) -> None:
         listener = self._listener
@@ -156,6 +161,7 @@ class Connection(asyncio.Protocol):
         if self._unheard and self._listener is not None:  # rare: while it is heard, nothing is read, not even an end
             rest, self._unheard = self._unheard[self._heard :], b""
             self._listener.received(rest)
+        self._keeper.descriptors.num_opened -= 1
         self._lose(error)
 
     def _hear(self, data: bytes) -> None:

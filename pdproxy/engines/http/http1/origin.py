@@ -12,7 +12,8 @@ import math
 import socket
 from collections.abc import Callable
 
-from pdproxy.engines.http.base import EngineRefused, EngineUnreachable
+from pdproxy.aio.descriptors import DescriptorBudget
+from pdproxy.engines.http.base import EngineRefused, EngineUnreachable, LocalFault, local_fault
 from pdproxy.engines.http.http1.connection import Connection
 from pdproxy.engines.http.http1.dial import dial, is_done_in_time
 
@@ -36,9 +37,11 @@ class Origin:
     whether it is closed.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, descriptors: DescriptorBudget) -> None:
         self._host = host
         self._port = port
+        self.descriptors = descriptors
+        descriptors.spares[self] = None
         self._kept: list[Connection] = []
         self._timer: asyncio.TimerHandle | None = None
         self._addresses = [host]
@@ -66,12 +69,20 @@ class Origin:
     async def connect(self, limit_s: float) -> Connection:
         """Returns a new connection, made within `limit_s` seconds. A host's name has as many to be resolved.
 
-        Raises `EngineUnreachable`, and `EngineRefused` where every address says that nobody listens.
+        Raises `EngineUnreachable`, `EngineRefused` where every address says that nobody listens, and `LocalFault`.
         """
+        descriptors = self.descriptors
+        if descriptors.is_tight:
+            await descriptors.room()
+        descriptors.num_pending += 1
+        descriptors.num_opened += 1  # until the connection counts itself, or has failed
         try:
             connection = await self._connect(limit_s)
         except OSError as error:
-            raise EngineUnreachable(str(error)) from error
+            raise self._unreachable([error]) from error
+        finally:
+            descriptors.num_opened -= 1
+            descriptors.num_pending -= 1
         if self._is_closed or not connection.is_open:
             connection.abort()
             raise EngineUnreachable("the connection was closed at once")
@@ -80,7 +91,7 @@ class Origin:
     # ── for connections ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def keep(self, connection: Connection) -> None:
-        if self._is_closed or len(self._kept) >= MAX_KEPT:
+        if self._is_closed or len(self._kept) >= MAX_KEPT or self.descriptors.is_tight:
             connection.abort()
             return
         loop = connection.loop
@@ -88,6 +99,13 @@ class Origin:
         self._kept.append(connection)
         if self._timer is None:
             self._timer = loop.call_later(KEEPALIVE_S, self._expire, loop)
+
+    def give_up_one(self) -> bool:
+        """Closes the connection that was kept for the longest time. Returns False where none is kept."""
+        if not self._kept:
+            return False
+        self._kept.pop(0).abort()
+        return True
 
     def forget(self, connection: Connection) -> None:
         if connection not in self._kept:
@@ -98,6 +116,7 @@ class Origin:
     def close(self) -> None:
         """Closes the connections that are kept, and each one that is handed back from now on. Idempotent."""
         self._is_closed = True
+        self.descriptors.spares.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -138,8 +157,17 @@ class Origin:
         if math.isfinite(self._addresses_until):
             self._addresses_until = 0.0
         message = "; ".join(str(error) or type(error).__name__ for error in errors)
-        is_refused = all(isinstance(error, ConnectionRefusedError) for error in errors)
-        raise EngineRefused(message) if is_refused else EngineUnreachable(message)
+        if all(isinstance(error, ConnectionRefusedError) for error in errors):
+            raise EngineRefused(message)
+        raise self._unreachable(errors)
+
+    def _unreachable(self, errors: list[OSError]) -> EngineUnreachable:
+        message = "; ".join(str(error) or type(error).__name__ for error in errors)
+        fault = local_fault(errors)
+        if fault is None:
+            return EngineUnreachable(message)
+        self.descriptors.failed(fault)
+        return LocalFault(message)
 
     async def _wrap(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> Connection:
         """Returns a connection that owns `sock` from now on. That takes the loop a few turns, and nobody else.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.engines.http.base import SLICE_BYTES, EngineBroken, EngineRefused, EngineUnreachable
 from pdproxy.engines.http.http1 import connection, leg, origin
 from pdproxy.engines.http.http1.client import Http1Client, can_reach
@@ -92,6 +93,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self.kept: list[Connection] = []
+        self.descriptors = DescriptorBudget()
 
     def keep(self, connection: Connection) -> None:
         self.kept.append(connection)
