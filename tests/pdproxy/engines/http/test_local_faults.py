@@ -15,6 +15,7 @@ import pytest
 
 from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.engines.http.base import EngineClient, EngineRefused, LocalFault, local_fault
+from pdproxy.engines.http.http1 import origin
 from pdproxy.engines.http.http1.client import Http1Client
 from pdproxy.engines.http.httpx_client import HttpxClient
 from tests.fakes.both_loops import on_both_loops
@@ -82,6 +83,7 @@ async def test_whatever_else_this_machine_lacks(make: Any, number: int, monkeypa
     client = make("http://127.0.0.1:1", connect_timeout_s=2, descriptors=descriptors)
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.get_running_loop(), "create_connection", lacks)
+        patch.setattr(origin, "dial", lacks)
         with pytest.raises(LocalFault):
             await call(client, "post")
     assert descriptors.local_errors[errno.errorcode[number]] == 1
