@@ -41,7 +41,7 @@ class Server(uvicorn.Server):
                 proxy.app,
                 host=settings.host,
                 port=settings.port,
-                http=partial(ClientConnection, routes=proxy.app.direct),  # type: ignore[arg-type]
+                http=partial(ClientConnection, routes=proxy.app.direct, memory=proxy.memory),  # type: ignore[arg-type]
                 log_config=None,
                 access_log=False,
                 server_header=False,

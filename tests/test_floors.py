@@ -38,6 +38,7 @@ FLOORS = (
     "pdproxy.__main__",
     # the transfer
     "transfer.errors",
+    "transfer.memory_budget",
     "transfer.geometry",
     "transfer.trust",
     "transfer.wire",
@@ -53,7 +54,14 @@ FLOORS = (
     "transfer",
 )
 """From the ground up. A folder imports from itself and from those before it. The longest name counts for a module."""
-DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer.trust", "transfer"}
+DOOR = {
+    "transfer.geometry",
+    "transfer.wire",
+    "transfer.errors",
+    "transfer.trust",
+    "transfer.memory_budget",
+    "transfer",
+}
 """All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire`."""
 HEAVY = {"torch", "nixl", "nixl_cu12", "nixl_cu13", "safetensors"}
 NO_IO = {"httpx", "zmq", "uvicorn", "fastapi", "starlette", "socket", "subprocess", "requests", "aiohttp"}
@@ -136,6 +144,7 @@ def test_the_proxy_is_free_of_torch() -> None:
 
 LIGHT = (
     "transfer.errors",
+    "transfer.memory_budget",
     "transfer.geometry",
     "transfer.trust",
     "transfer.wire",

@@ -8,9 +8,26 @@ from __future__ import annotations
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.adapter import Call
-from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, Leg, Source
-from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed, LegUnreachable
+from pdproxy.engines.http.base import (
+    MAX_REPLY_BYTES,
+    EngineBroken,
+    EngineRefused,
+    EngineUnreachable,
+    Leg,
+    ReplyTooLarge,
+    Source,
+)
+from pdproxy.errors import (
+    Backpressure,
+    DeadlineExceeded,
+    EngineReply,
+    HandoffMissing,
+    LegFailed,
+    LegUnreachable,
+    MemoryBudgetSpent,
+)
 from pdproxy.fleet.instance import Instance, Reliance
+from pdproxy.openai.assembled import too_large
 from pdproxy.openai.response import error_code
 from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.telemetry.record import Observer
@@ -59,7 +76,8 @@ class OpenLeg:
     The leg's outcome is told at its `close`. What goes wrong is booked by a verb (`fail`, `time_out` …), which returns
     the error to raise.
 
-    Mutable state: the leg, once it is open, and which process the peer was then; how it ended.
+    Mutable state: the leg, once it is open, and which process the peer was then; how it ended; how many bytes of its
+    answer the client's share of the memory budget has been charged for.
     """
 
     __slots__ = (
@@ -68,7 +86,9 @@ class OpenLeg:
         "_era",
         "_instance",
         "_leg",
+        "_memory",
         "_name",
+        "_num_bytes",
         "_observer",
         "_outcome",
         "_peer",
@@ -88,6 +108,8 @@ class OpenLeg:
         self._leg: Leg | None = None
         self._outcome = "closed"
         self._era = 0
+        self._memory = attempt.context.client.memory
+        self._num_bytes = 0
 
     @property
     def instance(self) -> str:
@@ -105,7 +127,9 @@ class OpenLeg:
             self._peer_epoch = self._peer.epoch
         try:
             try:
-                self._leg = leg = await instance.client.post(call.path, call.body, attempt.headers(instance))
+                posting = instance.client.post(call.path, call.body, attempt.headers(instance))
+                call.body = b""  # nobody needs it once it is sent, and the answer may take long
+                self._leg = leg = await posting
             except EngineUnreachable as error:
                 raise self._unreachable(error) from error
             except EngineBroken as error:
@@ -128,11 +152,29 @@ class OpenLeg:
         leg, self._leg = self._leg, None
         if leg is not None:
             leg.close()
+        if (
+            self._outcome != "ok"
+        ):  # nobody has what was read; else the client's share keeps it until the request is over
+            self._memory.give_back(self._num_bytes)
+            self._num_bytes = 0
 
-    async def read(self) -> bytes:
-        """Returns the whole body. Raises `LegFailed`."""
+    async def read(self, max_answer_bytes: int | None = None) -> bytes:
+        """Returns the whole body, for which it takes memory of the client's share. It is an answer of at most
+        `max_answer_bytes`, or else a reply to the proxy. Raises `LegFailed`, also for more than that, and
+        `MemoryBudgetSpent`."""
+        limit_bytes = MAX_REPLY_BYTES if max_answer_bytes is None else max_answer_bytes
+
+        def keep(num_bytes: int) -> None:
+            if num_bytes > limit_bytes:
+                raise ReplyTooLarge(limit_bytes)
+            if not self._memory.take(num_bytes - self._num_bytes):
+                raise MemoryBudgetSpent(self._memory.limit_bytes)
+            self._num_bytes = num_bytes
+
         try:
-            body = await self._open_leg.read()
+            body = await self._open_leg.read(keep)
+        except ReplyTooLarge as error:
+            raise self.fail(str(error) if max_answer_bytes is None else too_large(limit_bytes)) from error
         except EngineBroken as error:
             raise self.break_off(error) from error
         self._outcome = "ok"
@@ -252,6 +294,8 @@ class OpenLeg:
     async def _whole_reply(self, leg: Leg) -> EngineReply:
         try:
             content = await leg.read()
+        except ReplyTooLarge as error:
+            raise self.fail(str(error)) from error
         except EngineBroken as error:
             raise self.break_off(error) from error
         content_type = leg.header("content-type") or "application/json"

@@ -29,6 +29,7 @@ from pdproxy.server.routes import CHALLENGE, GenerationRoute
 from pdproxy.telemetry import request_id
 from pdproxy.telemetry.metrics import Metrics
 from pdproxy.telemetry.record import Recent
+from transfer.memory_budget import MemoryBudget
 
 Lifespan = Callable[["App"], AbstractAsyncContextManager[None]]
 
@@ -71,6 +72,7 @@ def build_app(
     reaper: Reaper,
     metrics: Metrics,
     recent: Recent,
+    memory: MemoryBudget,
     keys: ApiKeys,
     cors_origins: Sequence[str],
     lifespan: Lifespan,
@@ -81,7 +83,7 @@ def build_app(
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, pool, keys)
     _add_health_routes(app, pool, orchestrator)
-    _add_operator_routes(app, Status(pool, board, orchestrator, reaper, recent), metrics)
+    _add_operator_routes(app, Status(pool, board, orchestrator, reaper, recent, memory), metrics)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ProxyError, _on_proxy_error)
     app.add_exception_handler(Exception, _on_bug)
@@ -100,12 +102,21 @@ def build_app(
 class Status:
     """Status makes the status page. Its members are documented in ``docs/metrics.md``."""
 
-    def __init__(self, pool: Pool, board: KvBoard, orchestrator: Orchestrator, reaper: Reaper, recent: Recent) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        board: KvBoard,
+        orchestrator: Orchestrator,
+        reaper: Reaper,
+        recent: Recent,
+        memory: MemoryBudget,
+    ) -> None:
         self._pool = pool
         self._board = board
         self._orchestrator = orchestrator
         self._reaper = reaper
         self._recent = recent
+        self._memory = memory
         self._started_at = time.time()
 
     def facts(self) -> dict[str, Any]:
@@ -123,6 +134,11 @@ class Status:
             "admission": {book.name: asdict(book) for book in books},
             "board": asdict(self._board.statistics()),
             "reaper": self._reaper.statistics(),
+            "memory": {
+                "budget_bytes": self._memory.limit_bytes,
+                "used_bytes": self._memory.num_bytes,
+                "refused": self._memory.num_refused,
+            },
             "in_flight": self._orchestrator.in_flight(),
             "totals": self._recent.totals,
             "recent": self._recent.facts(),

@@ -21,6 +21,7 @@ from pdproxy.telemetry.attempt_record import AttemptRecord
 from pdproxy.telemetry.fleet import FleetMetrics
 from pdproxy.telemetry.record import RequestRecord
 from pdproxy.telemetry.series import Counts, Durations
+from transfer.memory_budget import MemoryBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class Sources:
     """Returns the number of streams that another decoder was asked to go on with."""
     num_malformed: Callable[[], int]
     """Returns the number of messages on the signal socket that were no signals."""
+    memory: MemoryBudget
 
 
 class Metrics:
@@ -182,6 +184,10 @@ class _Requests(Collector):
         yield _gauge("pdproxy_retry_budget", "Retries that the traffic bears now", retries.num_available)
         yield _counter("pdproxy_retries_refused", "Retries that it did not bear", retries.num_refused)
         yield _counter("pdproxy_streams_continued", "Streams taken over", self._sources.num_continued())
+        memory = self._sources.memory
+        yield _gauge("pdproxy_memory_budget_bytes", "Most bytes of requests and answers held", memory.limit_bytes)
+        yield _gauge("pdproxy_memory_used_bytes", "Bytes of requests and answers held", memory.num_bytes)
+        yield _counter("pdproxy_memory_refused", "Times the budget had no room for more", memory.num_refused)
         outcomes = dict(self._sources.reaper())
         yield _gauge("pdproxy_reaper_open", "Attempts whose pages are not known to be free", outcomes.pop("open"))
         yield _counters_by("pdproxy_reaper_attempts", "What became of orphaned attempts", "outcome", outcomes.items())

@@ -15,7 +15,14 @@ from typing import Any
 
 import httpx
 
-from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
+from pdproxy.engines.http.base import (
+    REPLY,
+    CheckSize,
+    EngineBroken,
+    EngineRefused,
+    EngineUnreachable,
+    read_whole,
+)
 
 KEEPALIVE_S = 4.0
 """The seconds for which an idle connection is kept. uvicorn, and so most engines, close an idle connection after five
@@ -50,11 +57,8 @@ class HttpxLeg:
         value: str | None = self._response.headers.get(name)
         return value
 
-    async def read(self) -> bytes:
-        chunks = []
-        while chunk := await self.read_chunk():
-            chunks.append(chunk)
-        return b"".join(chunks)
+    async def read(self, check: CheckSize = REPLY) -> bytes:
+        return await read_whole(self.read_chunk, check)
 
     async def read_chunk(self) -> bytes:
         """Returns the next piece, ``b""`` at the end. At the body's end the connection is free for others before the
@@ -146,12 +150,13 @@ class HttpxClient:
         if self._http.is_closed:
             raise EngineUnreachable("it was taken out of the fleet")
         try:
-            response = await self._http.get(path, timeout=timeout_s)
+            async with self._http.stream("GET", path, timeout=timeout_s) as response:
+                pieces = response.aiter_bytes()
+                return response.status_code, await read_whole(lambda: anext(pieces, b""), REPLY)
         except _NOTHING_SENT as error:
             raise _unreachable(error) from error
         except httpx.HTTPError as error:
             raise EngineBroken(_describe(error)) from error
-        return response.status_code, response.content
 
     async def aclose(self) -> None:
         try:
