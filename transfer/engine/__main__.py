@@ -66,7 +66,8 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
     lost = asyncio.Event()
     try:
         await engine.start(lost.set)
-        app = build_app(engine, tokenizer, ServerSettings(max_body_bytes=settings.max_body_bytes))
+        limits = ServerSettings(max_body_bytes=settings.max_body_bytes, memory_budget=settings.memory_budget)
+        app = build_app(engine, tokenizer, limits)
         config = uvicorn.Config(
             app,
             host=settings.host,
