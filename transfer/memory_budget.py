@@ -10,9 +10,11 @@ import sys
 
 SMALL_BYTES = 64 * 1024
 """The most bytes of a share that may use all of the budget."""
-SPARED_FOR_SMALL = 8
-"""The part of the budget that larger shares may not use, as a divisor, so that small requests are served beside them.
-"""
+SPARED = 8
+"""The part of the budget that new large requests may not use, as a divisor. Small requests are served beside them, and
+those that are being served can be finished."""
+SPARED_FOR_SMALL = 16
+"""The part of the budget that is for small requests alone, as a divisor."""
 
 
 class MemoryBudget:
@@ -21,12 +23,14 @@ class MemoryBudget:
     Mutable state: the bytes that its shares have, which always add up to `num_bytes`; how often a share got no more.
     """
 
-    __slots__ = ("limit_bytes", "num_bytes", "num_refused", "shared_limit_bytes")
+    __slots__ = ("begin_limit_bytes", "go_on_limit_bytes", "limit_bytes", "num_bytes", "num_refused")
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.shared_limit_bytes = limit_bytes - limit_bytes // SPARED_FOR_SMALL
-        """The most bytes in use with which a share that is not small gets more."""
+        self.begin_limit_bytes = limit_bytes - limit_bytes // SPARED
+        """The most bytes in use with which a share that is not small gets more by `take`."""
+        self.go_on_limit_bytes = limit_bytes - limit_bytes // SPARED_FOR_SMALL
+        """The most bytes in use with which such a share gets more by `take_on`."""
         self.num_bytes = 0
         self.num_refused = 0
 
@@ -56,10 +60,19 @@ class MemoryShare:
         return self._budget.limit_bytes
 
     def take(self, num_bytes: int) -> bool:
-        """Takes `num_bytes` more. Returns False, and takes nothing, where the budget has no room for them."""
+        """Takes `num_bytes` more for what is still to be received. Returns False, and takes nothing, where the budget
+        has no room for them."""
+        return self._take(num_bytes, self._budget.begin_limit_bytes)
+
+    def take_on(self, num_bytes: int) -> bool:
+        """Takes `num_bytes` more for a request that is being served: it comes before those that begin. Returns False,
+        and takes nothing, where the budget has no room for them."""
+        return self._take(num_bytes, self._budget.go_on_limit_bytes)
+
+    def _take(self, num_bytes: int, limit_bytes: int) -> bool:
         budget, share_bytes = self._budget, self.num_bytes + num_bytes
         used_bytes = budget.num_bytes + num_bytes
-        if used_bytes > (budget.limit_bytes if share_bytes <= SMALL_BYTES else budget.shared_limit_bytes):
+        if used_bytes > (budget.limit_bytes if share_bytes <= SMALL_BYTES else limit_bytes):
             budget.num_refused += 1
             return False
         budget.num_bytes = used_bytes
@@ -95,7 +108,7 @@ class MemoryShare:
 
 def least_budget(share_bytes: int) -> int:
     """Returns the bytes of the smallest budget in which there is room for a share of `share_bytes`."""
-    return -(-share_bytes * SPARED_FOR_SMALL // (SPARED_FOR_SMALL - 1))
+    return -(-share_bytes * SPARED // (SPARED - 1))
 
 
 UNLIMITED = MemoryBudget(sys.maxsize)

@@ -210,7 +210,7 @@ class RequestContext:
 
     def _take_memory(self, num_bytes: int) -> None:
         step_bytes = -(-num_bytes // STEP_BYTES) * STEP_BYTES
-        if not self.client.memory.take(step_bytes):
+        if not self.client.memory.take_on(step_bytes):
             raise MemoryBudgetSpent(self.client.memory.limit_bytes)
         self._num_kept_bytes += step_bytes
 

@@ -167,7 +167,7 @@ class OpenLeg:
         def keep(num_bytes: int) -> None:
             if num_bytes > limit_bytes:
                 raise ReplyTooLarge(limit_bytes)
-            if not self._memory.take(num_bytes - self._num_bytes):
+            if not self._memory.take_on(num_bytes - self._num_bytes):
                 raise MemoryBudgetSpent(self._memory.limit_bytes)
             self._num_bytes = num_bytes
 

@@ -32,6 +32,16 @@ def test_small_shares_get_what_large_ones_may_not_have() -> None:
     assert not budget.share().take(1)
 
 
+def test_a_request_that_is_served_comes_before_those_that_begin() -> None:
+    budget = MemoryBudget(32 * SMALL_BYTES)
+    served, small = budget.share(), budget.share()
+    assert served.take(28 * SMALL_BYTES)
+    assert not served.take(1)
+    assert served.take_on(2 * SMALL_BYTES)
+    assert not served.take_on(1)
+    assert small.take(SMALL_BYTES)
+
+
 def test_what_is_in_memory_already_counts_whether_or_not_there_is_room() -> None:
     budget = MemoryBudget(100)
     one = budget.share()
@@ -73,7 +83,7 @@ def test_shares_always_add_up(seed: int) -> None:
             share.give_back(dice.randint(0, share.num_bytes))
         else:
             had, refused = share.num_bytes, budget.num_refused
-            taken = share.take(num_bytes)
+            taken = dice.choice((share.take, share.take_on))(num_bytes)
             assert share.num_bytes == had + taken * num_bytes
             assert budget.num_refused == refused + (not taken)
         assert sum(one.num_bytes for one in shares) == budget.num_bytes <= budget.limit_bytes

@@ -99,3 +99,15 @@ async def test_what_was_put_together_in_vain_does_not_count_any_more() -> None:
         assert house.proxy.memory.num_bytes < 1000
         house.prefiller.let_go("prefill")
         assert (await call.answer()).status == 200
+
+
+async def test_a_request_that_is_served_is_finished_while_there_is_no_room_for_new_ones() -> None:
+    async with proxy_in_front_of(max_body_bytes=100_000, memory_budget=400_000) as house:
+        house.prefiller.hang_at.add("prefill")
+        call = house.call(user="u" * 40_000)
+        await house.prefiller.reached("prefill")
+        with house.proxy.memory.share() as others:
+            assert others.take(house.proxy.memory.begin_limit_bytes - house.proxy.memory.num_bytes)
+            assert (await house.post(user="u" * 40_000)).status == 503
+            house.prefiller.let_go("prefill")
+            assert (await call.answer()).status == 200
