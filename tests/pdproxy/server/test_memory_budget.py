@@ -122,14 +122,14 @@ async def test_a_client_that_leaves_before_its_task_has_begun() -> None:
 async def test_what_a_client_has_not_taken_counts_until_it_is_let_go() -> None:
     async def play(request: GenerationRequest, client: Client) -> None:
         await asyncio.sleep(0.15)  # longer than a connection may rest
-        await client.answer(200, [], b"y" * (32 << 20))
+        await client.answer(200, [], b"y" * (20 << 20))
 
     async with front_door(keep_alive_s=0.1, **OPTIONS) as door:
         door.play = play
         for more in ((), ("connection: close",)):
             client = await door.connect()
             client.send(post("hi", *more))
-            await until(lambda: door.memory.num_bytes > 16 << 20)
+            await until(lambda: door.memory.num_bytes > 4 << 20)
             assert not door.state.tasks, "its exchange is over"
             await door.is_empty()
             assert not door.memory.num_bytes

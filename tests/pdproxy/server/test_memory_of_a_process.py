@@ -20,7 +20,7 @@ BUDGET_MIB = 64
 CONSTANT_MIB = 32
 """For what is not counted: one read of each socket, and copies that last a moment. Measured: 8 to 20."""
 BODY_BYTES = 6 * MIB
-NUM_CLIENTS = 40
+NUM_CLIENTS = 16
 OPTIONS = ("--memory-budget", f"{BUDGET_MIB}MiB", "--max-body-bytes", "8MiB", "--body-timeout-s", "60")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
