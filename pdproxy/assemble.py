@@ -59,7 +59,8 @@ from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.server.admin import admin_router
 from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.app import App, build_app
-from pdproxy.server.routes import GenerationRoute
+from pdproxy.server.process_memory import allowed_bytes
+from pdproxy.server.routes import BODY_COPIES, GenerationRoute
 from pdproxy.telemetry.log import RequestLog
 from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observer, Observers, Recent
@@ -67,6 +68,7 @@ from pdproxy.telemetry.trace import Tracing, make_tracing
 from pdproxy.tokens.prompt_sizer import PromptSizer, make_sizer
 from transfer.errors import GeometryError
 from transfer.geometry import capacity, group_page_bytes, kv_geometry, load_config
+from transfer.memory_budget import MemoryBudget, least_budget
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,10 @@ HURRIED_SETTLE_S = 0.5
 """Seconds that decoders have at shutdown, instead of `SETTLE_S`, where the operator has lost patience; the rest is left
 to the engines' lease time.
 """
+
+MEMORY_SHARE = 4
+"""The part of the memory which this process may have that requests and answers get, as a divisor. The rest is for the
+program, for copies that last a moment, and for whoever else is on the machine."""
 
 MakeClient = Callable[[InstanceSettings], EngineClient]
 MakeAdapter = Callable[[InstanceSettings, Settings], Adapter]
@@ -101,6 +107,7 @@ class Proxy:
     membership: Membership
     recent: Recent
     descriptors: DescriptorBudget
+    memory: MemoryBudget
     listen: Callable[[], None]
     """Binds the signal socket, where one is needed, ahead of `app`'s start, which binds it otherwise. Raises
     `ConfigError`."""
@@ -154,7 +161,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
 
     membership = Membership(pool, make_instance=make_newcomer, check=settings.check_instances)
     reaper = Reaper(admission, call_timeout_s=settings.probe_timeout_s, look=lambda instance: probe.look(instance))
-    retries = make_retries(settings)
+    retries, memory = make_retries(settings), MemoryBudget(_memory_budget(settings))
     sources = Sources(
         pool=pool,
         board=board,
@@ -164,6 +171,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         num_continued=lambda: orchestrator.num_continued,
         num_malformed=lambda: signals.num_malformed,
         descriptors=descriptors,
+        memory=memory,
     )
     metrics, recent = Metrics(sources), Recent()
     lag = LoopLag(metrics.loop_lagged)
@@ -203,7 +211,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         followers.append(watch.run)
     running = _Running(signals, reaper, probe, orchestrator, pool, sizer, tracing, followers)
     app = build_app(
-        generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing),
+        generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing, memory),
         pool=pool,
         board=board,
         orchestrator=orchestrator,
@@ -211,6 +219,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         metrics=metrics,
         recent=recent,
         descriptors=descriptors,
+        memory=memory,
         keys=keys,
         cors_origins=_cors_origins(settings),
         lifespan=running.lifespan,
@@ -228,6 +237,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         membership=membership,
         recent=recent,
         descriptors=descriptors,
+        memory=memory,
         listen=signals.open,
         signal_address=signals.address,
         hurry=running.hurry,
@@ -273,6 +283,7 @@ def make_orchestrator(
         affinity_wait_s=settings.affinity_wait_s,
         retries=settings.retries,
         continue_limit=settings.continue_limit if settings.continue_streams else 0,
+        max_answer_bytes=settings.max_answer_bytes,
         assemble=settings.assemble,
         assemble_min_tokens=settings.assemble_min_tokens,
     )
@@ -459,7 +470,12 @@ def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: To
 
 
 def _generation_routes(
-    settings: Settings, orchestrator: Orchestrator, observer: Observer, keys: ApiKeys, tracing: Tracing
+    settings: Settings,
+    orchestrator: Orchestrator,
+    observer: Observer,
+    keys: ApiKeys,
+    tracing: Tracing,
+    memory: MemoryBudget,
 ) -> dict[str, GenerationRoute]:
     """Returns the generation routes by path. The engines see a client's own key where this proxy neither asks for keys
     nor has one to show them."""
@@ -471,6 +487,7 @@ def _generation_routes(
             observer,
             max_body_bytes=settings.max_body_bytes,
             body_timeout_s=settings.body_timeout_s,
+            memory=memory,
             priorities=priorities,
             keys=keys,
             passes_authorization=keys.is_open and settings.engine_api_key is None,
@@ -478,6 +495,20 @@ def _generation_routes(
         )
         for path in (COMPLETIONS, CHAT)
     }
+
+
+def _memory_budget(settings: Settings) -> int:
+    """Returns the bytes of the memory budget. Raises `ConfigError` where no body of the largest size would fit in."""
+    least = least_budget(BODY_COPIES * settings.max_body_bytes)
+    if settings.memory_budget is None:
+        return max(allowed_bytes() // MEMORY_SHARE, least)
+    if settings.memory_budget < least:
+        raise ConfigError(
+            f"memory_budget: {settings.memory_budget} bytes are too few for one body of max_body_bytes "
+            f"({settings.max_body_bytes}), which counts twice, and small ones beside it; give at least {least}, or "
+            "allow smaller bodies"
+        )
+    return settings.memory_budget
 
 
 def _cors_origins(settings: Settings) -> tuple[str, ...]:

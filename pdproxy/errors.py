@@ -131,6 +131,21 @@ class NotReady(ProxyError):
     code = "no_ready_instance"
 
 
+class MemoryBudgetSpent(ProxyError):
+    """`MemoryBudgetSpent` says that what the proxy holds for all its clients together is as much as it may be."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "memory_budget_spent"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            "the proxy holds as many bytes of requests and answers as it may; try again soon, or give it a larger "
+            f"--memory-budget than {limit_bytes} bytes",
+            retry_after_s=1.0,
+        )
+
+
 class NotCounted(NotReady):
     """`NotCounted` says that no engine told how long the prompt is, and that the prompt has no upper bound either."""
 

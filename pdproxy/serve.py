@@ -64,7 +64,12 @@ class Server(uvicorn.Server):
                 proxy.app,
                 host=settings.host,
                 port=settings.port,
-                http=partial(ClientConnection, routes=proxy.app.direct, descriptors=proxy.descriptors),  # type: ignore[arg-type]
+                http=partial(  # type: ignore[arg-type]
+                    ClientConnection,
+                    routes=proxy.app.direct,
+                    memory=proxy.memory,
+                    descriptors=proxy.descriptors,
+                ),
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -39,6 +39,7 @@ FLOORS = (
     # the transfer
     "transfer.errors",
     "transfer.logs",
+    "transfer.memory_budget",
     "transfer.geometry",
     "transfer.descriptors",
     "transfer.trust",
@@ -60,6 +61,7 @@ DOOR = {
     "transfer.errors",
     "transfer.geometry",
     "transfer.logs",
+    "transfer.memory_budget",
     "transfer.trust",
     "transfer.wire",
     "transfer",
@@ -148,6 +150,7 @@ LIGHT = (
     "transfer.errors",
     "transfer.logs",
     "transfer.logs",
+    "transfer.memory_budget",
     "transfer.geometry",
     "transfer.descriptors",
     "transfer.trust",

@@ -25,7 +25,7 @@ SECTIONS = {
     "probe_interval_s": "Health",
     "watch_config": "Changes while the proxy runs",
     "canary": "The canary",
-    "max_body_bytes": "Sizes of requests and events",
+    "max_body_bytes": "Sizes of requests and answers, and memory",
     "api_keys": "Keys, HTTPS and browsers",
     "log_level": "Logs and spans",
 }
@@ -41,7 +41,7 @@ METAVARS = (
     ("KEY", ("key", "keys")),
     ("FILE", ("file", "config")),
     ("FOLDER", ("model",)),
-    ("SIZE", ("buffer_size", "bytes", "limit")),
+    ("SIZE", ("buffer_size", "bytes", "limit", "memory_budget")),
     ("SHARE", ("share",)),
     ("TEXT", ("dtype", "header", "password")),
     ("N", ("",)),

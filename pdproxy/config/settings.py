@@ -177,6 +177,14 @@ class Settings(BaseSettings):
     canary: bool = setting(True, "Call an instance ready only after a tiny request went through it")
     canary_timeout_s: Seconds = setting(30.0, "Longest time for the canary's tiny request")
     max_body_bytes: ByteSize = setting(16 * 2**20, "Largest request body")
+    max_answer_bytes: ByteSize = setting(
+        256 * 2**20, "Largest answer that an engine gives, or that is put together, whole"
+    )
+    memory_budget: ByteSize | None = setting(
+        None,
+        "Most bytes of requests and answers held at once, beyond which new requests are refused with 503; "
+        "default: a quarter of what this process may have",
+    )
     max_prompt_bytes: ByteSize = setting(4 * 2**20, "Largest prompt or messages, where they are text")
     max_event_bytes: ByteSize = setting(
         8 * 2**20, "Largest event of an engine's stream, and most bytes of a stream before its first token", ge=2**16

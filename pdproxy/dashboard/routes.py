@@ -17,6 +17,7 @@ from starlette.routing import Route
 from pdproxy.dashboard.feed import Feed, Viewer
 from pdproxy.dashboard.page import page
 from pdproxy.server.asgi import AsgiClient
+from transfer.memory_budget import UNLIMITED
 
 STALLED_S = 30.0
 """Seconds that a viewer has to take a message; then it is dropped, and its place is free."""
@@ -47,7 +48,7 @@ class Events:
         self._feed = feed
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        client = AsgiClient(send, {}, {})
+        client = AsgiClient(send, {}, {}, UNLIMITED.share())
         if scope["method"] == "HEAD":
             await client.start(200, _HEADERS)
             await client.end()

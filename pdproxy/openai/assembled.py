@@ -16,9 +16,6 @@ from pdproxy.openai.request import Fields, encode
 from pdproxy.openai.response import BROKEN_FINISHES, CorruptAnswer
 from pdproxy.openai.sse import data_of, split
 
-LIMIT_BYTES = 256 << 20
-"""The most bytes of an answer that is kept: no client waits for a longer one, and memory has a bound."""
-
 _NULL = msgspec.Raw(b"null")
 _WORDS_OF_A_DELTA = frozenset({"role", "content"})
 _EMPTY = (b"null", b"[]", b'""', b"{}")
@@ -95,7 +92,8 @@ class AssembledAnswer:
 
     __slots__ = ("_choices", "_fields", "_is_chat", "_limit_bytes", "_num_bytes", "_num_choices")
 
-    def __init__(self, *, is_chat: bool, num_choices: int, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(self, *, is_chat: bool, num_choices: int, limit_bytes: int) -> None:
+        """Makes an answer of whose events at most `limit_bytes` are taken."""
         self._is_chat = is_chat
         self._num_choices = num_choices
         self._limit_bytes = limit_bytes
@@ -121,7 +119,7 @@ class AssembledAnswer:
         """Takes whole events. Raises `NotAssembledError`, and `CorruptAnswer` for what is no part of an answer."""
         self._num_bytes += len(events)
         if self._num_bytes > self._limit_bytes:
-            raise CorruptAnswer(f"its answer is larger than {self._limit_bytes} bytes")
+            raise CorruptAnswer(too_large(self._limit_bytes))
         if events.find(b"data") < 0:  # comments and empty events, which cost nothing to send
             return
         for raw_event in split(events):
@@ -274,6 +272,11 @@ class _Choice:
             if pieces is None:
                 pieces = self._logprobs[name] = []
             _extend(pieces, told)
+
+
+def too_large(limit_bytes: int) -> str:
+    """Returns what is wrong with a whole answer of more bytes than the option allows."""
+    return f"its answer is larger than the {limit_bytes} bytes of --max-answer-bytes"
 
 
 def _keep(fields: Fields, told: Fields) -> None:

@@ -12,6 +12,7 @@ from pdproxy.ids import fresh_id
 from pdproxy.openai.request import COMPLETIONS, GenerationRequest, parse
 from pdproxy.orchestrator.context import Headers, Outlet
 from pdproxy.tokens.prompt_size import PromptSize
+from transfer.memory_budget import UNLIMITED
 
 _PROMPT = "Hi."
 _BODY = {"prompt": _PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -36,6 +37,7 @@ class NoClient:
     def __init__(self) -> None:
         self.headers: Mapping[str, str] = {}
         self.forwarded: Mapping[str, str] = {"x-request-id": f"canary-{fresh_id()}"}
+        self.memory = UNLIMITED.share()
         self.is_started = False
 
     async def start(self, status: int, headers: Headers) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.adapter import Adapter, PrefillReply
-from pdproxy.errors import DeadlineExceeded, Draining, ProxyError
+from pdproxy.errors import DeadlineExceeded, Draining, MemoryBudgetSpent, ProxyError
 from pdproxy.openai.assembled import AssembledAnswer, WholeShape
 from pdproxy.openai.client_stream import StreamedAnswer
 from pdproxy.openai.request import GenerationRequest
@@ -15,8 +15,12 @@ from pdproxy.openai.usage import PromptUsage
 from pdproxy.telemetry.attempt_record import AttemptRecord
 from pdproxy.telemetry.record import RequestRecord
 from pdproxy.tokens.prompt_size import PromptSize
+from transfer.memory_budget import MemoryShare
 
 Headers = list[tuple[bytes, bytes]]
+
+STEP_BYTES = 16 * 1024
+"""The bytes by which memory is taken for an answer that is put together event by event."""
 
 
 class ClientStalledError(Exception):
@@ -34,6 +38,11 @@ class Client(Protocol):
     @property
     def forwarded(self) -> Mapping[str, str]:
         """Headers of the client's that go with every leg, its request id among them."""
+
+    @property
+    def memory(self) -> MemoryShare:
+        """The share of the memory budget for all that is kept for this client. Its owner releases it when the request
+        is over."""
 
     @property
     def is_started(self) -> bool:
@@ -77,12 +86,14 @@ class RequestContext:
     """RequestContext holds what all attempts at one request share.
 
     Mutable state: which instances failed so far, what is known of the prompt and was shown of the answer, whether
-    shutdown has caught up with the request, and the record.
+    shutdown has caught up with the request, the bytes that the client's share of the memory budget has for what is put
+    together of the answer, and the record.
     """
 
     __slots__ = (
         "_clock",
         "_handed_ids",
+        "_num_kept_bytes",
         "_prompt_ids",
         "as_stream",
         "assembled",
@@ -91,6 +102,7 @@ class RequestContext:
         "is_aborted",
         "limit",
         "limit_s",
+        "max_answer_bytes",
         "prompt_usage",
         "record",
         "request",
@@ -108,9 +120,11 @@ class RequestContext:
         limit_s: float,
         clock: Callable[[], float],
         *,
+        max_answer_bytes: int,
         as_stream: GenerationRequest | None = None,
     ) -> None:
-        """Takes `limit_s`, the seconds for everything, all attempts together. `as_stream` is the request as engines may
+        """Takes `limit_s`, the seconds for everything, all attempts together. `max_answer_bytes` is the most bytes of a
+        whole answer. `as_stream` is the request as engines may
         be asked it, where the client wants a whole answer that can be put together from a stream."""
         self._clock = clock
         self.request = request
@@ -120,7 +134,11 @@ class RequestContext:
         self.shape: WholeShape | None = None
         """The form of the whole answer, once an engine was asked for its stream."""
         if as_stream is not None:
-            self.assembled = AssembledAnswer(is_chat=request.is_chat, num_choices=request.n)
+            self.assembled = AssembledAnswer(
+                is_chat=request.is_chat, num_choices=request.n, limit_bytes=max_answer_bytes
+            )
+        self.max_answer_bytes = max_answer_bytes
+        self._num_kept_bytes = 0
         self.client = client
         self.record = record
         self.stream = stream
@@ -178,6 +196,23 @@ class RequestContext:
         self.stream.start_over()
         if self.assembled is not None:
             self.assembled.clear()
+        self.client.memory.give_back(self._num_kept_bytes)
+        self._num_kept_bytes = 0
+
+    def keep(self, events: bytes) -> None:
+        """Adds whole events to the answer that is put together. Raises as `AssembledAnswer.add` does, and
+        `MemoryBudgetSpent`."""
+        assembled = self.assembled
+        assert assembled is not None
+        if assembled.num_bytes + len(events) > self._num_kept_bytes:
+            self._take_memory(assembled.num_bytes + len(events) - self._num_kept_bytes)
+        assembled.add(events)
+
+    def _take_memory(self, num_bytes: int) -> None:
+        step_bytes = -(-num_bytes // STEP_BYTES) * STEP_BYTES
+        if not self.client.memory.take_on(step_bytes):
+            raise MemoryBudgetSpent(self.client.memory.limit_bytes)
+        self._num_kept_bytes += step_bytes
 
     def ask_for_whole(self) -> None:
         """Drops what is kept, and from now on has engines asked for a whole answer, as the client asked."""

@@ -123,17 +123,16 @@ class Disaggregated:
     async def _serve_concurrent(self, attempt: Attempt) -> None:
         """Runs both legs at once. The answer is the decoder's; the prefiller's reply is only of interest when it is a
         bad one."""
-        context, prefiller = attempt.context, attempt.prefiller
+        prefiller = attempt.prefiller
         with prefiller.prefilling(attempt.size.tokens) as prefilled:
             attempt.prefill_sent(self._info(attempt))
-            body = prefiller.adapter.prefill_body(context.request, attempt.info)
             asked = self._legs.asked(attempt)
 
             async def prefill() -> None:
                 """Runs the prefill leg, which lasts until the decoder, which may have to wait for its turn, has the
                 KV."""
                 try:
-                    attempt.replied(await self._legs.prefill(attempt, body, limit_s=self._phases_s))
+                    attempt.replied(await self._prefill_leg(attempt, limit_s=self._phases_s))
                 except (LegFailed, LegTimedOut):
                     if not _has_its_kv(attempt):
                         raise
@@ -165,17 +164,14 @@ class Disaggregated:
         """Runs the prefill leg. It is cut short where the KV will not come, because a signal says so, or because the
         decoder, which has to give pages for it, is down."""
         attempt.prefill_sent(self._info(attempt))
-        body = attempt.prefiller.adapter.prefill_body(attempt.context.request, attempt.info)
         expectation = attempt.expectation
         if expectation is None:
-            reply = await self._legs.prefill(attempt, body)
+            reply = await self._prefill_leg(attempt)
         else:
             gone = _gone(attempt.decoder)
             limit = Deadline(math.inf, gone)
             with limit, attempt.decoder.relied_on(limit, gone):
-                answered = await cancel_when(
-                    expectation.failed, lambda: self._legs.prefill(attempt, body), grace_s=REPLY_S
-                )
+                answered = await cancel_when(expectation.failed, lambda: self._prefill_leg(attempt), grace_s=REPLY_S)
             if answered is None:
                 raise KvFailed(f"the KV cache of this request did not reach the decoder: {expectation.failure}")
             reply = answered
@@ -185,6 +181,11 @@ class Disaggregated:
             attempt.record.num_prompt_tokens = num_tokens
             attempt.needs(pages_needed(attempt.owner.known_facts, num_tokens))
         return reply
+
+    def _prefill_leg(self, attempt: Attempt, limit_s: float | None = None) -> Coroutine[Any, Any, PrefillReply]:
+        """Returns a coroutine that runs the prefill leg, and has its body for itself alone."""
+        body = attempt.prefiller.adapter.prefill_body(attempt.context.request, attempt.info)
+        return self._legs.prefill(attempt, body, limit_s=limit_s)
 
     async def _wait_for_kv(self, attempt: Attempt) -> None:
         attempt.record.advance(_KV_WAIT)

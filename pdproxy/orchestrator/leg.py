@@ -9,7 +9,16 @@ from __future__ import annotations
 from pdproxy.aio.deadline import Deadline
 from pdproxy.aio.descriptors import RETRY_AFTER_S
 from pdproxy.engines.adapter import Call
-from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, Leg, LocalFault, Source
+from pdproxy.engines.http.base import (
+    MAX_REPLY_BYTES,
+    EngineBroken,
+    EngineRefused,
+    EngineUnreachable,
+    Leg,
+    LocalFault,
+    ReplyTooLarge,
+    Source,
+)
 from pdproxy.errors import (
     Backpressure,
     DeadlineExceeded,
@@ -18,8 +27,10 @@ from pdproxy.errors import (
     LegFailed,
     LegNotTried,
     LegUnreachable,
+    MemoryBudgetSpent,
 )
 from pdproxy.fleet.instance import Instance, Reliance
+from pdproxy.openai.assembled import too_large
 from pdproxy.openai.response import error_code
 from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.telemetry.record import Observer
@@ -84,7 +95,7 @@ class OpenLeg:
     the error to raise.
 
     Mutable state: the leg, once it is open; which process the peer was then, and the era of the instance's breaker; how
-    it ended.
+    it ended; how many bytes of its answer the client's share of the memory budget has been charged for.
     """
 
     __slots__ = (
@@ -93,7 +104,9 @@ class OpenLeg:
         "_era",
         "_instance",
         "_leg",
+        "_memory",
         "_name",
+        "_num_bytes",
         "_observer",
         "_outcome",
         "_peer",
@@ -113,6 +126,8 @@ class OpenLeg:
         self._leg: Leg | None = None
         self._outcome = "closed"
         self._era = 0
+        self._memory = attempt.context.client.memory
+        self._num_bytes = 0
 
     @property
     def instance(self) -> str:
@@ -130,7 +145,9 @@ class OpenLeg:
             self._peer_epoch = self._peer.epoch
         try:
             try:
-                self._leg = leg = await instance.client.post(call.path, call.body, attempt.headers(instance))
+                posting = instance.client.post(call.path, call.body, attempt.headers(instance))
+                call.body = b""  # nobody needs it once it is sent, and the answer may take long
+                self._leg = leg = await posting
             except LocalFault as error:
                 self._outcome = "not_tried"
                 raise LegNotTried(self._name, instance.name, retry_after_s=RETRY_AFTER_S) from error
@@ -157,11 +174,29 @@ class OpenLeg:
         leg, self._leg = self._leg, None
         if leg is not None:
             leg.close()
+        if (
+            self._outcome != "ok"
+        ):  # nobody has what was read; else the client's share keeps it until the request is over
+            self._memory.give_back(self._num_bytes)
+            self._num_bytes = 0
 
-    async def read(self) -> bytes:
-        """Returns the whole body. Raises `LegFailed`."""
+    async def read(self, max_answer_bytes: int | None = None) -> bytes:
+        """Returns the whole body, for which it takes memory of the client's share. It is an answer of at most
+        `max_answer_bytes`, or else a reply to the proxy. Raises `LegFailed`, also for more than that, and
+        `MemoryBudgetSpent`."""
+        limit_bytes = MAX_REPLY_BYTES if max_answer_bytes is None else max_answer_bytes
+
+        def keep(num_bytes: int) -> None:
+            if num_bytes > limit_bytes:
+                raise ReplyTooLarge(limit_bytes)
+            if not self._memory.take_on(num_bytes - self._num_bytes):
+                raise MemoryBudgetSpent(self._memory.limit_bytes)
+            self._num_bytes = num_bytes
+
         try:
-            body = await self._open_leg.read()
+            body = await self._open_leg.read(keep)
+        except ReplyTooLarge as error:
+            raise self.fail(str(error) if max_answer_bytes is None else too_large(limit_bytes)) from error
         except EngineBroken as error:
             raise self.break_off(error) from error
         self._outcome = "ok"
@@ -286,6 +321,8 @@ class OpenLeg:
     async def _whole_reply(self, leg: Leg) -> EngineReply:
         try:
             content = await leg.read()
+        except ReplyTooLarge as error:
+            raise self.fail(str(error)) from error
         except EngineBroken as error:
             raise self.break_off(error) from error
         content_type = leg.header("content-type") or "application/json"

@@ -66,6 +66,7 @@ class LegRunner:
         not what the kind of engine promises."""
         limit_s, prefiller = limit_s or self.prefill_timeout_s, attempt.prefiller
         leg = OpenLeg("prefill", attempt, _call(attempt, body), self._observer, hands_over=hands_over)
+        body = b""  # the leg lets go of it when it is sent
         limit = Deadline(limit_s, lambda: leg.time_out(f"the prefill leg took longer than {limit_s:g} s"))
         with limit, prefiller.relied_on(limit, leg.go_down):
             await leg.open()
@@ -93,6 +94,7 @@ class LegRunner:
         if not traits.resumes:
             context.stream.keep_nothing()
         leg = OpenLeg("decode", attempt, _call(attempt, decode.body), self._observer)
+        decode.body = b""  # the leg lets go of it when it is sent
         relay = self.relay(context, begun=attempt.begun, first_byte_s=first_byte_s)
         if asked is context.request:
             return relay.decode(leg, needs_text=needs_text, opening=decode.opening)

@@ -63,6 +63,9 @@ log = logging.getLogger(__name__)
 _DISAGGREGATED, _LOCAL, _PREFILL_ONLY = Path.DISAGGREGATED, Path.LOCAL, Path.PREFILL_ONLY
 _OUTCOME_DONE = Outcome.DONE
 
+BYTES_PER_ID = 40
+"""The bytes that one id takes in a list: a pointer and a number."""
+
 Failure = LegFailed | KvFailed | LegTimedOut
 """An error of one attempt; another attempt may do better."""
 
@@ -80,6 +83,9 @@ class RequestOptions:
     """The number of further attempts of a request that fails."""
     continue_limit: int
     """The most bytes of a stream that are kept so that another decoder can continue it; 0: nothing is kept."""
+    """The most bytes of a stream that are kept so that another decoder can continue it; 0 to keep none."""
+    max_answer_bytes: int
+    """The most bytes of a whole answer."""
     assemble: Assemble
     """The whole answers that engines are asked for as streams."""
     assemble_min_tokens: int
@@ -232,7 +238,16 @@ class Orchestrator:
         streamed = as_stream or request
         kept_bytes = self.options.continue_limit if _is_continuable(streamed) else 0
         stream = StreamedAnswer(streamed, limit_bytes=kept_bytes)
-        return RequestContext(request, client, record, stream, limit_s, self._clock, as_stream=as_stream)
+        return RequestContext(
+            request,
+            client,
+            record,
+            stream,
+            limit_s,
+            self._clock,
+            max_answer_bytes=self.options.max_answer_bytes,
+            as_stream=as_stream,
+        )
 
     def _as_stream(self, request: GenerationRequest) -> GenerationRequest | None:
         """Returns the stream request that engines are asked for a whole answer; None where they have to be asked for it
@@ -259,6 +274,8 @@ class Orchestrator:
             self._pool.open_places(context.request.model)
             size = await self._sizer.size(context.request, context.client.forwarded)
         context.tokenize_s = self._clock() - started
+        if size.ids is not None:
+            context.client.memory.charge(BYTES_PER_ID * len(size.ids))
         prompt = size
         failure: Failure | None = None
         num_left = self.options.retries
@@ -419,9 +436,9 @@ class Orchestrator:
     async def _serve_one_token(self, attempt: Attempt) -> None:
         """Answers with the prefiller's token, which is the whole answer; no KV travels."""
         attempt.record.advance(Phase.PREFILL)
-        body = attempt.prefiller.adapter.one_token_body(attempt.context.request)
+        adapter, request = attempt.prefiller.adapter, attempt.context.request
         with attempt.prefiller.prefilling(attempt.size.tokens):
-            reply = await self._legs.prefill(attempt, body, hands_over=False)
+            reply = await self._legs.prefill(attempt, adapter.one_token_body(request), hands_over=False)
         await self._legs.relay(attempt.context).answer(reply.fields)
 
 

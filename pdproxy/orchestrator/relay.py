@@ -13,7 +13,7 @@ import msgspec
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.http.base import EngineBroken
-from pdproxy.errors import EngineReply, LegFailed
+from pdproxy.errors import EngineReply, LegFailed, ProxyError
 from pdproxy.openai import response as answer
 from pdproxy.openai.assembled import NotAssembledError
 from pdproxy.openai.first_token import Opening, with_opening
@@ -340,7 +340,7 @@ class Relay:
             return shown, error
         try:
             self._keep(leg, shown)
-        except LegFailed as failure:
+        except ProxyError as failure:
             error = error or failure
         return b"", error
 
@@ -353,11 +353,10 @@ class Relay:
         return error if reply is None else EngineReply(*reply)
 
     def _keep(self, leg: OpenLeg, events: bytes) -> None:
-        """Keeps events for the whole answer that is put together of them. Raises `NotAssembled`, `LegFailed`."""
-        assembled = self._context.assembled
-        assert assembled is not None
+        """Keeps events for the whole answer that is put together of them. Raises `NotAssembled`, `LegFailed`,
+        `MemoryBudgetSpent`."""
         try:
-            assembled.add(events)
+            self._context.keep(events)
         except NotAssembledError as error:
             raise leg.give_up_assembling(str(error)) from error
         except CorruptAnswer as error:
@@ -382,13 +381,13 @@ class Relay:
         assert assembled is not None
         assert shape is not None
         try:
-            assembled.add(events)
+            self._context.keep(events)
             return assembled.body(shape)
         except (CorruptAnswer, NotAssembledError) as error:
             raise LegFailed("decode", self._context.last_attempt.decoder or "", str(error)) from error
 
     async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
-        body = await leg.read()
+        body = await leg.read(self._context.max_answer_bytes)
         try:
             answer.check_whole(body, needs_text=needs_text)
         except CorruptAnswer as error:

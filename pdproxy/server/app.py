@@ -30,6 +30,7 @@ from pdproxy.server.routes import CHALLENGE, GenerationRoute
 from pdproxy.telemetry import request_id
 from pdproxy.telemetry.metrics import Metrics
 from pdproxy.telemetry.record import Recent
+from transfer.memory_budget import MemoryBudget
 
 Lifespan = Callable[["App"], AbstractAsyncContextManager[None]]
 
@@ -73,6 +74,7 @@ def build_app(
     metrics: Metrics,
     recent: Recent,
     descriptors: DescriptorBudget,
+    memory: MemoryBudget,
     keys: ApiKeys,
     cors_origins: Sequence[str],
     lifespan: Lifespan,
@@ -83,7 +85,7 @@ def build_app(
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, pool, keys)
     _add_health_routes(app, pool, orchestrator)
-    _add_operator_routes(app, Status(pool, board, orchestrator, reaper, recent, descriptors), metrics)
+    _add_operator_routes(app, Status(pool, board, orchestrator, reaper, recent, descriptors, memory), metrics)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ProxyError, _on_proxy_error)
     app.add_exception_handler(Exception, _on_bug)
@@ -110,6 +112,7 @@ class Status:
         reaper: Reaper,
         recent: Recent,
         descriptors: DescriptorBudget,
+        memory: MemoryBudget,
     ) -> None:
         self._pool = pool
         self._board = board
@@ -117,6 +120,7 @@ class Status:
         self._reaper = reaper
         self._recent = recent
         self._descriptors = descriptors
+        self._memory = memory
         self._started_at = time.time()
 
     def facts(self) -> dict[str, Any]:
@@ -134,6 +138,11 @@ class Status:
             "admission": {book.name: asdict(book) for book in books},
             "board": asdict(self._board.statistics()),
             "reaper": self._reaper.statistics(),
+            "memory": {
+                "budget_bytes": self._memory.limit_bytes,
+                "used_bytes": self._memory.num_bytes,
+                "refused": self._memory.num_refused,
+            },
             "in_flight": self._orchestrator.in_flight(),
             "totals": self._recent.totals,
             "recent": self._recent.facts(),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+from pdproxy.errors import ProxyError
 from pdproxy.orchestrator.context import Headers
+from transfer.memory_budget import MemoryShare
 
 
 class ClientGoneError(Exception):
@@ -19,8 +21,11 @@ class AsgiClient:
     Mutable state: whether the head was sent, and whether everything was; whether the client has gone before that.
     """
 
-    def __init__(self, send: Any, headers: Mapping[str, str], forwarded: Mapping[str, str]) -> None:
+    def __init__(
+        self, send: Any, headers: Mapping[str, str], forwarded: Mapping[str, str], memory: MemoryShare
+    ) -> None:
         self._send = send
+        self.memory = memory
         self.headers = headers
         self.forwarded = forwarded
         self.is_started = False
@@ -79,17 +84,18 @@ class AsgiClient:
             task.cancel()
 
 
-async def read_body(receive: Any, max_bytes: int) -> bytes | None:
-    """Returns the body; None where it is longer than `max_bytes`. Raises `ClientGoneError`."""
-    pieces: list[bytes] = []
-    num_bytes = 0
+async def read_body(receive: Any, objection: Callable[[int], ProxyError | None]) -> bytes:
+    """Returns the body. `objection` is asked about every number of bytes that there are; what it returns is raised.
+    Raises `ClientGoneError` as well."""
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
-        pieces.append(message.get("body", b""))
-        num_bytes += len(pieces[-1])
-        if num_bytes > max_bytes:
-            return None
+        piece: bytes = message.get("body", b"")
+        error = objection(len(body) + len(piece))
+        if error is not None:
+            raise error
         if not message.get("more_body", False):
-            return b"".join(pieces)
+            return bytes(body + piece) if body else piece
+        body += piece

@@ -21,6 +21,7 @@ from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.exchange import Exchange
 from pdproxy.server.headers import ClientHeaders
 from pdproxy.server.response_head import ResponseHeadWriter
+from transfer.memory_budget import MemoryBudget
 
 MAX_HEAD_BYTES = 64 * 1024
 """The most bytes of a request's head, where it takes more than one read."""
@@ -31,7 +32,8 @@ class ClientConnection(HttpToolsProtocol):
 
     Mutable state, besides uvicorn's (`cycle` is the latest request, `pipeline` those whose turn is still to come): the
     exchange whose turn it is; whether a head is under way, and its size; since when nothing was, on the loop's clock,
-    and the timer that looks whether that is too long.
+    and the timer that looks whether that is too long; its share of the memory budget, for what its client has not taken
+    of answers, while that is more than a little.
     """
 
     cycle: Any  # an `Exchange`, or uvicorn's own
@@ -45,6 +47,7 @@ class ClientConnection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         routes: DirectRoutes,
+        memory: MemoryBudget,
         descriptors: DescriptorBudget | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
@@ -56,6 +59,7 @@ class ClientConnection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._idle_since = 0.0
         self._rest_timer: asyncio.TimerHandle | None = None
+        self._unsent = memory.share()
 
     @property
     def is_crowded(self) -> bool:
@@ -88,11 +92,17 @@ class ClientConnection(HttpToolsProtocol):
         self.pipeline.clear()
         if self._rest_timer is not None:
             self._rest_timer.cancel()
+        self._unsent.release()
         super().connection_lost(exc)
         if turn is not None:
             turn.leave()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unsent.charge(self.transport.get_write_buffer_size())
+
     def resume_writing(self) -> None:
+        self._unsent.release()
         super().resume_writing()
         if self._turn is not None:
             self._turn.has_room()
@@ -179,6 +189,8 @@ class ClientConnection(HttpToolsProtocol):
         self._turn = None
         self.server_state.total_requests += 1
         if self.transport.is_closing():
+            if self.flow.write_paused:  # to be closed when all was taken, which may be never
+                self._rest()
             return
         if not self.pipeline:
             self.flow.resume_reading()
@@ -214,8 +226,20 @@ class ClientConnection(HttpToolsProtocol):
         due_at = self._idle_since + self.timeout_keep_alive
         if self.loop.time() < due_at:
             self._rest_timer = self.loop.call_at(due_at, self._look)
+        elif self.flow.write_paused:
+            self._look_at_unsent()
         else:
             self.timeout_keep_alive_handler()
+
+    def _look_at_unsent(self) -> None:
+        """Ends the connection of a client that has taken nothing of its answer since the last look. The answer's
+        exchange is over, and nobody else would ever take it out of memory."""
+        taken_bytes = self._unsent.num_bytes - self.transport.get_write_buffer_size()
+        if taken_bytes > 0:
+            self._unsent.give_back(taken_bytes)
+            self._rest()
+        else:
+            self.transport.abort()
 
     def _unset_keepalive_if_required(self) -> None:
         """Does nothing, because uvicorn's own timer, one per request, is never set."""

@@ -17,8 +17,9 @@ from pdproxy.errors import Draining, ProxyError
 from pdproxy.orchestrator.context import Headers, Outlet
 from pdproxy.server.headers import ClientHeaders
 from pdproxy.server.response_head import CHUNKED, CLOSE, ResponseHeadWriter, declared_bytes
-from pdproxy.server.routes import GenerationRoute
+from pdproxy.server.routes import BODY_COPIES, GenerationRoute
 from pdproxy.telemetry.record import RequestRecord
+from transfer.memory_budget import MemoryShare
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +48,16 @@ class Exchange:
     """Exchange collects a request and sends its answer. Implements `context.Client`, and `context.Outlet` for bodies
     that go out in chunks.
 
-    Mutable state of the request: the pieces of its body, their size, whether that is all and whether more is wanted;
-    the error with which it will be refused; the time limit for its body; the task that serves it, and whether that one
-    has begun. Of the answer: its head, while it waits for something to go with it; how many bytes are missing from what
-    was declared; the callback for when there is room again. And whether the client has gone.
+    Mutable state of the request: its body, in one piece or as it is put together of several; its size, whether that is
+    all and whether more is wanted; what is objected to it; the time limit for its body; the task that serves it, and
+    whether that one has begun. The exchange owns the request's share of the memory budget, which it gives back at the
+    end. Of the answer: its head, while it waits for something to go with it; how many bytes are missing from what was
+    declared; the callback for when there is room again. And whether the client has gone.
     """
 
     __slots__ = (
         "_awaits_continue",
+        "_body",
         "_head",
         "_is_chunked",
         "_is_http11",
@@ -66,7 +69,7 @@ class Exchange:
         "_num_missing",
         "_objection",
         "_on_room",
-        "_pieces",
+        "_parts",
         "_record",
         "_route",
         "_task",
@@ -76,6 +79,7 @@ class Exchange:
         "is_gone",
         "is_started",
         "keep_alive",
+        "memory",
         "response_complete",
     )
 
@@ -98,7 +102,9 @@ class Exchange:
         """True where the connection outlives the answer. The name is uvicorn's, as is `response_complete`."""
         self._awaits_continue = awaits_continue
         self._record: RequestRecord | None = None
-        self._pieces: list[bytes] = []
+        self.memory: MemoryShare = route.memory.share()
+        self._body = b""
+        self._parts: bytearray | None = None
         self._num_bytes = 0
         self._is_whole = False
         self._wants_more = True
@@ -121,7 +127,10 @@ class Exchange:
         if self._wants_more:
             self._num_bytes += len(piece)
             if self._num_bytes <= self._route.max_body_bytes:
-                self._pieces.append(piece)
+                if self._num_bytes == len(piece):
+                    self._body = piece  # most bodies are one piece
+                else:
+                    self._keep(piece)
 
     def has_all(self) -> None:
         """Notes that there is no more of the body."""
@@ -133,8 +142,8 @@ class Exchange:
             return
         if self._record is None:
             self._begin()
-        if self._objection is None and self._num_bytes > self._route.max_body_bytes:
-            self._objection = self._route.too_large()
+        if self._objection is None and BODY_COPIES * self._num_bytes > self.memory.num_bytes:
+            self._objection = self._route.objection(self._num_bytes, self.memory)
         if self._is_whole or self._objection is not None:
             self._start()
         elif self._limit is None:
@@ -151,14 +160,24 @@ class Exchange:
         if self._is_running:
             assert self._task is not None
             self._task.cancel()
-        elif self._wants_more and self._record is not None:
+            return
+        self.memory.release()  # a task that has not begun answers nobody, and needs none
+        if self._wants_more and self._record is not None:
             self._close_intake()
             self._route.gone(self._record)
+
+    def _keep(self, piece: bytes) -> None:
+        """Keeps another piece. One block is made of all: many tiny pieces, each an object of its own, would take twenty
+        times the body's memory."""
+        if self._parts is None:
+            self._parts = bytearray(self._body)
+            self._body = b""
+        self._parts += piece
 
     def _begin(self) -> None:
         self._record, self.forwarded = self._route.begin(self.headers)
         try:
-            self._route.check(self.headers)
+            self._route.check(self.headers, self.memory)
         except ProxyError as error:
             self._objection = error
 
@@ -206,6 +225,7 @@ class Exchange:
             self._is_running = False
             self._task = None
             self._line.tasks.discard(task)
+            self.memory.release()
             if not self.response_complete:
                 self._break_off()
 
@@ -222,13 +242,15 @@ class Exchange:
         """Returns a coroutine that answers the client; None where the client has gone."""
         route, record, objection = self._route, self._record, self._objection
         assert record is not None
-        pieces, self._pieces, self._objection = self._pieces, [], None
+        parts, self._parts = self._parts, None
+        body, self._body = self._body, b""
+        self._objection = None
         if self.is_gone:
             route.gone(record)
             return None
         if objection is not None:
             return route.refuse(self, record, objection)
-        return route.serve(self, record, pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        return route.serve(self, record, body if parts is None else bytes(parts))
 
     # ── the answer ──────────────────────────────────────────────────────────────────────────────────────────────────
 

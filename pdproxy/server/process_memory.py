@@ -1,10 +1,14 @@
-"""The memory of a process that serves is tuned here: the collector skips what stays, and freed memory is kept."""
+"""The memory of a process that serves is tuned here: the collector skips what stays, and freed memory is kept. It also
+says how much of it there may be."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 THRESHOLDS = 2_000, 5, 1_000
@@ -23,6 +27,26 @@ _MADV_COLLAPSE = 25
 """The number of this advice in Linux's mman.h, from Linux 6.1 on."""
 _OWN_MEMORY = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 +(\[heap\])?$")
 """Matches a line of /proc/self/maps for the process's own memory."""
+
+
+def allowed_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Returns the bytes that this process may have: all of the machine's, or less where a control group of the process,
+    as a container is one, has a limit. `cgroups` is where they are mounted, `own` tells which are the process's."""
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine_bytes, *_group_limits(cgroups, own)])
+
+
+def _group_limits(cgroups: Path, own: Path) -> Iterator[int]:
+    """Yields the limits of the process's control group and of those around it, in either version. Inside a container
+    the innermost one that can be seen is the mount itself, whatever path the process is told."""
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root, name = (cgroups, "memory.max") if not controllers else (cgroups / "memory", "memory.limit_in_bytes")
+            group = Path(path.lstrip("/"))
+            for place in (group, *group.parents):
+                with suppress(OSError, ValueError):  # there is no such group here, or its limit is "max"
+                    yield int((root / place / name).read_text())
 
 
 def settle() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from pdproxy.aio.deadline import Deadline
-from pdproxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, Unauthorized
+from pdproxy.errors import BodyTooLarge, BodyTooSlow, MemoryBudgetSpent, ProxyError, Unauthorized
 from pdproxy.openai.priority import PriorityLimits
 from pdproxy.openai.request import GenerationRequest, parse
 from pdproxy.orchestrator.context import Client
@@ -25,6 +25,7 @@ from pdproxy.server.headers import ClientHeaders
 from pdproxy.telemetry import request_id
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
 from pdproxy.telemetry.trace import Tracing
+from transfer.memory_budget import MemoryBudget, MemoryShare
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ Scope = MutableMapping[str, Any]
 
 CHALLENGE = (b"www-authenticate", b"Bearer")
 """The header that goes with every 401."""
+BODY_COPIES = 2
+"""The number of times that a body counts: as it came, which every attempt is made of, and as it goes to an engine."""
 
 
 class Service(Protocol):
@@ -54,6 +57,7 @@ class GenerationRoute:
         *,
         max_body_bytes: int,
         body_timeout_s: float,
+        memory: MemoryBudget,
         priorities: PriorityLimits,
         keys: ApiKeys,
         passes_authorization: bool,
@@ -64,6 +68,7 @@ class GenerationRoute:
         self._observer = observer
         self.max_body_bytes = max_body_bytes
         self.body_timeout_s = body_timeout_s
+        self.memory = memory
         self._priorities = priorities
         self._keys = keys
         self._passes_authorization = passes_authorization
@@ -72,21 +77,20 @@ class GenerationRoute:
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         headers = ClientHeaders(scope["headers"])
         record, forwarded = self.begin(headers)
-        client = AsgiClient(send, headers, forwarded)
-        try:
-            self.check(headers)
-            with Deadline(self.body_timeout_s, self.too_slow):
-                body = await read_body(receive, self.max_body_bytes)
-            if body is None:
-                raise self.too_large()
-        except ProxyError as error:
-            answer = self.refuse(client, record, error)
-        except ClientGoneError:
-            self.gone(record)
-            return
-        else:
-            answer = client.watch(receive, self.serve(client, record, body))
-        await answer  # out here: compiled code must not wait where it handles an exception
+        with self.memory.share() as memory:
+            client = AsgiClient(send, headers, forwarded, memory)
+            try:
+                self.check(headers, memory)
+                with Deadline(self.body_timeout_s, self.too_slow):
+                    body = await read_body(receive, lambda num_bytes: self.objection(num_bytes, memory))
+            except ProxyError as error:
+                answer = self.refuse(client, record, error)
+            except ClientGoneError:
+                self.gone(record)
+                return
+            else:
+                answer = client.watch(receive, self.serve(client, record, body))
+            await answer  # out here: compiled code must not wait where it handles an exception
 
     # ── step by step ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -99,12 +103,25 @@ class GenerationRoute:
             forwarded["authorization"] = shown
         return record, forwarded
 
-    def check(self, headers: Mapping[str, str]) -> None:
-        """Raises the `ProxyError` that makes it needless to read the body."""
+    def check(self, headers: Mapping[str, str], memory: MemoryShare) -> None:
+        """Takes the memory for a body whose length is known. Raises the `ProxyError` that makes it needless to read
+        the body."""
         self._keys.check(headers)
         length = headers.get("content-length")
-        if length is not None and length.isdecimal() and int(length) > self.max_body_bytes:
-            raise self.too_large()
+        if length is not None and length.isdecimal():
+            error = self.objection(int(length), memory)
+            if error is not None:
+                raise error
+
+    def objection(self, num_bytes: int, memory: MemoryShare) -> ProxyError | None:
+        """Takes as much more memory as it needs for a body of which `num_bytes` are there. Returns the reason for which
+        it cannot be taken; else None."""
+        if num_bytes > self.max_body_bytes:
+            return BodyTooLarge(f"the request body is larger than {self.max_body_bytes} bytes")
+        missing_bytes = BODY_COPIES * num_bytes - memory.num_bytes
+        if missing_bytes > 0 and not memory.take(missing_bytes):
+            return MemoryBudgetSpent(self.memory.limit_bytes)
+        return None
 
     def serve(self, client: Client, record: RequestRecord, body: bytes) -> Coroutine[Any, Any, None]:
         """Returns a coroutine that answers the client, whatever happens. Only a cancellation passes through it."""
@@ -134,9 +151,6 @@ class GenerationRoute:
         """Ends the record of a client that went away before anything could be done for it."""
         record.end(Outcome.CLIENT_GONE)
         self._observer.request_finished(record)
-
-    def too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the request body is larger than {self.max_body_bytes} bytes")
 
     def too_slow(self) -> BodyTooSlow:
         return BodyTooSlow(f"the request body took longer than {self.body_timeout_s:g} s")

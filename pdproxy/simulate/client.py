@@ -13,6 +13,7 @@ from pdproxy.openai.request import COMPLETIONS, Fields, GenerationRequest, Promp
 from pdproxy.orchestrator.context import Headers
 from pdproxy.simulate.adapter import GROUP, MODEL, NUM_SHARED
 from pdproxy.simulate.traffic import Question
+from transfer.memory_budget import UNLIMITED
 
 _PROMPT = msgspec.Raw(b"[0]")
 """The prompt of every request: its ids are not looked at, and their number is told beside it."""
@@ -67,7 +68,7 @@ class SimulatedClient:
     Mutable state: whether there was a status line, and which; when the first and the latest piece came.
     """
 
-    __slots__ = ("_loop", "first_at", "forwarded", "headers", "is_started", "last_at", "patience", "status")
+    __slots__ = ("_loop", "first_at", "forwarded", "headers", "is_started", "last_at", "memory", "patience", "status")
 
     may_wait = False
     outlet = None
@@ -76,6 +77,7 @@ class SimulatedClient:
         self._loop = loop
         self.headers = _NO_HEADERS if session is None else {session_header: str(session)}
         self.forwarded = _NO_HEADERS
+        self.memory = UNLIMITED.share()
         self.is_started = False
         self.status = 0
         self.patience: asyncio.Timeout | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pdproxy.engines.http.base import EngineBroken
+from pdproxy.engines.http.base import REPLY, CheckSize, EngineBroken
 
 _FIRST = b'data: {"choices":[{"index":0,"text":"a","token_ids":[0]}]}\n\n'
 _LAST = b'data: {"choices":[{"index":0,"text":"","token_ids":[],"finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
@@ -30,7 +30,7 @@ class WholeLeg:
     def header(self, name: str) -> str | None:
         return "application/json" if name == "content-type" else None
 
-    async def read(self) -> bytes:
+    async def read(self, check: CheckSize = REPLY) -> bytes:
         return self._body
 
     async def read_chunk(self) -> bytes:
@@ -103,7 +103,7 @@ class StreamLeg:
     def header(self, name: str) -> str | None:
         return "text/event-stream" if name == "content-type" else None
 
-    async def read(self) -> bytes:
+    async def read(self, check: CheckSize = REPLY) -> bytes:
         """Returns the whole answer, for one that is not streamed."""
         while await self.read_chunk():
             pass

@@ -23,6 +23,7 @@ from pdproxy.telemetry.fleet import FleetMetrics
 from pdproxy.telemetry.log import num_dropped
 from pdproxy.telemetry.record import RequestRecord
 from pdproxy.telemetry.series import Counts, Durations
+from transfer.memory_budget import MemoryBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class Sources:
     num_malformed: Callable[[], int]
     """Returns the number of messages on the signal socket that were no signals."""
     descriptors: DescriptorBudget
+    memory: MemoryBudget
 
 
 class Metrics:
@@ -191,6 +193,10 @@ class _Requests(Collector):
         yield _gauge("pdproxy_retry_budget", "Retries that the traffic bears now", retries.num_available)
         yield _counter("pdproxy_retries_refused", "Retries that it did not bear", retries.num_refused)
         yield _counter("pdproxy_streams_continued", "Streams taken over", self._sources.num_continued())
+        memory = self._sources.memory
+        yield _gauge("pdproxy_memory_budget_bytes", "Most bytes of requests and answers held", memory.limit_bytes)
+        yield _gauge("pdproxy_memory_used_bytes", "Bytes of requests and answers held", memory.num_bytes)
+        yield _counter("pdproxy_memory_refused", "Times the budget had no room for more", memory.num_refused)
         outcomes = dict(self._sources.reaper())
         yield _gauge("pdproxy_reaper_open", "Attempts whose pages are not known to be free", outcomes.pop("open"))
         descriptors = self._sources.descriptors

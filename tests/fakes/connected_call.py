@@ -16,6 +16,7 @@ from uvicorn.server import ServerState
 from pdproxy.server.app import App
 from pdproxy.server.connection import ClientConnection
 from tests.fakes.calls import LIMIT_S, Call, Sent, Serving, Watch, as_it_is
+from transfer.memory_budget import MemoryBudget
 
 STATUS_LINE = re.compile(rb"HTTP/1\.1 ([2-5]\d\d) [A-Za-z ]+")
 HEADER = re.compile(rb"([a-z][a-z0-9-]*): (\S|\S.*\S)")
@@ -25,14 +26,15 @@ SIZE = re.compile(rb"0|[1-9a-f][0-9a-f]*")
 class Entrance:
     """What a server has for the connections to `app`."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, memory: MemoryBudget) -> None:
         self.state = ServerState()
+        self._memory = memory
         self._app = app
         self._config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", interface="asgi3")
         self._config.load()
 
     def open(self, loop: Any) -> ClientConnection:
-        return ClientConnection(self._config, self.state, {}, loop, routes=self._app.direct)
+        return ClientConnection(self._config, self.state, {}, loop, routes=self._app.direct, memory=self._memory)
 
 
 class Line:
@@ -76,6 +78,9 @@ class Line:
     def take_soon(self) -> None:
         """Who takes its time over it takes part in the request: as a task that it starts."""
         self._taking = asyncio.create_task(self._take_next_turn())
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_kept
 
     def is_closing(self) -> bool:
         return self._is_closing

@@ -27,7 +27,7 @@ import msgspec
 
 from pdproxy.config.values import Engine, Role
 from pdproxy.engines.builtin import BuiltinAdapter
-from pdproxy.engines.http.base import EngineBroken, EngineRefused, Source
+from pdproxy.engines.http.base import REPLY, CheckSize, EngineBroken, EngineRefused, Source, read_whole
 from pdproxy.engines.http.base import Sink as BodySink
 from pdproxy.engines.info import EngineInfo
 from pdproxy.fleet.page_count import pages_needed
@@ -537,11 +537,8 @@ class FakeLeg:
     def is_all_here(self) -> bool:
         return self._reply.is_all_here
 
-    async def read(self) -> bytes:
-        chunks = []
-        while chunk := await self.read_chunk():
-            chunks.append(chunk)
-        return b"".join(chunks)
+    async def read(self, check: CheckSize = REPLY) -> bytes:
+        return await read_whole(self.read_chunk, check)
 
     async def read_chunk(self) -> bytes:
         """Raises `EngineBroken` where the process ends that answers."""

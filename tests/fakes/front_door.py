@@ -27,6 +27,7 @@ from pdproxy.server.routes import GenerationRoute
 from pdproxy.telemetry.record import Bystander, Outcome, RequestRecord
 from pdproxy.telemetry.trace import PassTraceOn
 from tests.fakes.proxy_harness import LIMIT_S, until
+from transfer.memory_budget import MemoryBudget
 
 Play = Callable[[GenerationRequest, Client], Awaitable[None]]
 
@@ -132,6 +133,7 @@ class FrontDoor(Bystander):
 
     state: ServerState = field(default_factory=ServerState)
     play: Play = echo
+    memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(1 << 30))
     prompts: list[str | None] = field(default_factory=list)
     finished: list[RequestRecord] = field(default_factory=list)
     clients: list[RawClient] = field(default_factory=list)
@@ -176,11 +178,12 @@ def make_door(
     keys: tuple[str, ...] = (),
     max_body_bytes: int = 1000,
     body_timeout_s: float = 5.0,
+    memory_budget: int = 1 << 30,
     keep_alive_s: float = 60.0,
     may_be_asked_from_elsewhere: bool = False,
     app: Any = other_app,
 ) -> FrontDoor:
-    door = FrontDoor()
+    door = FrontDoor(memory=MemoryBudget(memory_budget))
     orchestrator: Any = door
     routes = {
         path: GenerationRoute(
@@ -189,6 +192,7 @@ def make_door(
             door,
             max_body_bytes=max_body_bytes,
             body_timeout_s=body_timeout_s,
+            memory=door.memory,
             priorities=PriorityLimits(least=0, most=0),
             keys=ApiKeys(keys),
             passes_authorization=False,
@@ -205,7 +209,7 @@ def make_door(
         timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]
     )
     config.load()
-    door.make = partial(ClientConnection, config, door.state, {}, routes=direct)
+    door.make = partial(ClientConnection, config, door.state, {}, routes=direct, memory=door.memory)
     return door
 
 
@@ -222,16 +226,22 @@ async def front_door(**options: Any) -> AsyncIterator[FrontDoor]:
             client.leave()
     await door.is_empty()
     await until(lambda: not door.state.tasks)
+    assert not door.memory.num_bytes
     assert Outcome.RUNNING not in {record.outcome for record in door.finished}
 
 
 class Wire:
-    """A transport that goes nowhere: what was written, one entry per write. Implements as much as is used of one."""
+    """A transport that goes nowhere: what was written, one entry per write, and how many bytes of it were not taken, as
+    a test says. Implements as much as is used of one."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
         self.is_closed = False
         self.is_reading = True
+        self.num_unsent = 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unsent
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
@@ -243,6 +253,9 @@ class Wire:
         return self.is_closed
 
     def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
         self.is_closed = True
 
     def pause_reading(self) -> None:

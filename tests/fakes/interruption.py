@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pdproxy.engines.http.base import EngineClient, Leg, Source
+from pdproxy.engines.http.base import REPLY, CheckSize, EngineClient, Leg, Source
 from tests.fakes.fake_engine import WORDS, FakeEngine, FakeReply, ScriptedEngine
 from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import Answer, Call, Harness, Way, proxy_in_front_of, until
@@ -109,8 +109,8 @@ class TrackedLeg:
     def header(self, name: str) -> str | None:
         return self._leg.header(name)
 
-    async def read(self) -> bytes:
-        return await self._leg.read()
+    async def read(self, check: CheckSize = REPLY) -> bytes:
+        return await self._leg.read(check)
 
     async def read_chunk(self) -> bytes:
         return await self._leg.read_chunk()

@@ -47,7 +47,7 @@ class Harness:
     way: Way = "awaited"
 
     def __post_init__(self) -> None:
-        self.entrance = Entrance(self.proxy.app)
+        self.entrance = Entrance(self.proxy.app, self.proxy.memory)
 
     @property
     def prefiller(self) -> Any:
@@ -122,6 +122,7 @@ class Harness:
         assert all(not instance.reliances for instance in self.proxy.pool.instances)
         self.proxy.check_integrity()
         await until(lambda: not self.entrance.state.tasks and not self.entrance.state.connections)
+        assert not self.proxy.memory.num_bytes
 
 
 class _Bugs(logging.Handler):

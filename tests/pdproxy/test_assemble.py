@@ -101,3 +101,15 @@ async def test_the_client_of_an_engine(kind: str, url: str, client: type) -> Non
 async def test_the_light_client_is_refused_where_it_cannot_reach() -> None:
     with pytest.raises(ConfigError, match="engine_client: relay speaks no HTTPS, which 'prefill-0' has"):
         assemble(load(["--prefill", "https://p:1", "--decode", "http://d:1", "--engine-client", "relay"]))
+
+
+def test_a_memory_budget_has_room_for_the_largest_body() -> None:
+    with pytest.raises(ConfigError, match=r"memory_budget: 33554432 bytes .* max_body_bytes .* at least 38347923"):
+        assemble(Settings(**PAIR, memory_budget=32 << 20))
+    assert assemble(Settings(**PAIR, memory_budget=38_347_923)).memory.share().take(2 * (16 << 20))
+
+
+def test_the_memory_budget_is_a_share_of_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdproxy.assemble.allowed_bytes", lambda: 1 << 30)
+    assert assemble(Settings(**PAIR)).memory.limit_bytes == 256 << 20
+    assert assemble(Settings(**PAIR, max_body_bytes=1 << 30)).memory.share().take(2 << 30), "or more for a large body"

@@ -70,7 +70,7 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
     try:
         await engine.start(lost.set)
         descriptors = Descriptors()
-        limits = ServerSettings(max_body_bytes=settings.max_body_bytes)
+        limits = ServerSettings(max_body_bytes=settings.max_body_bytes, memory_budget=settings.memory_budget)
         app = build_app(engine, tokenizer, limits, descriptors)
         config = uvicorn.Config(
             app,

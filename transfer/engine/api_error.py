@@ -67,6 +67,17 @@ def out_of_descriptors() -> ApiError:
     )
 
 
+def memory_spent(limit_bytes: int) -> ApiError:
+    return ApiError(
+        f"The engine holds as many bytes of request bodies as it may; try again soon, or give it a larger "
+        f"--memory-budget than {limit_bytes} bytes.",
+        code="memory_budget_spent",
+        status=503,
+        type="service_unavailable",
+        retry_after_s=1.0,
+    )
+
+
 def from_core(error: Exception) -> ApiError:
     """Returns the answer to an error that the engine core raised. Lost KV is a 502: the same prompt can be tried
     anew."""

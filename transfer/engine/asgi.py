@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
-from transfer.engine.api_error import ApiError, body_too_large
+from transfer.engine.api_error import ApiError, body_too_large, memory_spent
+from transfer.memory_budget import MemoryShare
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -28,23 +29,33 @@ class ClientGoneError(Exception):
     """The client left while its body was being read. There is nobody to answer."""
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Returns the whole body. Raises `ApiError` (413) as soon as it is known to be too large, or `ClientGoneError`."""
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int, memory: MemoryShare) -> bytes:
+    """Returns the whole body, for which it takes as many bytes of `memory`. Raises `ApiError` as soon as the body is
+    known to be too large (413) or there is no memory for it (503), and `ClientGoneError`."""
     announced = dict(scope["headers"]).get(b"content-length", b"0")
-    if announced.isdigit() and int(announced) > limit_bytes:
-        raise body_too_large(limit_bytes)
-    parts: list[bytes] = []
-    num_bytes, more = 0, True
+    if announced.isdigit():
+        _make_room(int(announced), limit_bytes, memory)
+    body, more = bytearray(), True  # one block: tiny pieces, each an object of its own, would take far more
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
-        parts.append(message.get("body", b""))
-        num_bytes += len(parts[-1])
-        if num_bytes > limit_bytes:
-            raise body_too_large(limit_bytes)
+        piece: bytes = message.get("body", b"")
+        _make_room(len(body) + len(piece), limit_bytes, memory)
         more = message.get("more_body", False)
-    return b"".join(parts)
+        if not body and not more:
+            return piece
+        body += piece
+    return bytes(body)
+
+
+def _make_room(num_bytes: int, limit_bytes: int, memory: MemoryShare) -> None:
+    """Takes what `memory` lacks for a body of `num_bytes`. Raises `ApiError`."""
+    if num_bytes > limit_bytes:
+        raise body_too_large(limit_bytes)
+    missing_bytes = num_bytes - memory.num_bytes
+    if missing_bytes > 0 and not memory.take(missing_bytes):
+        raise memory_spent(memory.limit_bytes)
 
 
 async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:

@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, CliSuppress, SettingsConfigDict
 from transfer.agents.nixl_options import PROGRESS_DELAY_US, NixlOptions
 from transfer.errors import TransferError
 from transfer.geometry import parse_size
+from transfer.memory_budget import least_budget
 from transfer.roles.allowed_hosts import AllowedHosts
 from transfer.trust import AttemptKey, FleetKey
 
@@ -69,6 +70,9 @@ class EngineSettings(BaseSettings):
     )
     max_num_seqs: int = Field(256, ge=1, description="requests taken in at once; the next one is answered 503")
     max_body_bytes: int = Field(64 << 20, ge=1, description="largest request body")
+    memory_budget: int = Field(
+        256 << 20, description="bytes of request bodies held at once, beyond which a request is answered 503, e.g. 1GiB"
+    )
     threads: int | None = Field(None, ge=1, description="torch CPU threads; default: OMP_NUM_THREADS or torch's choice")
     reservation: Literal["whole", "incremental"] = Field(
         "whole",
@@ -125,7 +129,7 @@ class EngineSettings(BaseSettings):
         "info", description="least severe messages that are logged"
     )
 
-    @field_validator("pd_buffer_size", "kv_cache_size", mode="before")
+    @field_validator("pd_buffer_size", "kv_cache_size", "memory_budget", mode="before")
     @classmethod
     def _size(cls, value: object) -> object:
         return parse_size(value) if isinstance(value, str) else value
@@ -134,6 +138,12 @@ class EngineSettings(BaseSettings):
     def _receiver_can_be_reached(self) -> Self:
         if self.role != "prefill" and (self.receiver_host or self.host) in ("0.0.0.0", "::"):
             raise ValueError("receiver_host must be an address that prefillers can connect to, not a wildcard")
+        return self
+
+    @model_validator(mode="after")
+    def _a_body_fits_in(self) -> Self:
+        if self.memory_budget < (least := least_budget(self.max_body_bytes)):
+            raise ValueError(f"memory_budget must be at least {least} bytes for a body of max_body_bytes")
         return self
 
     @model_validator(mode="after")

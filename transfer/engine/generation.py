@@ -33,6 +33,7 @@ from transfer.engine.replies import ChatShape, CompletionShape, ReplyShape, usag
 from transfer.engine.requests import GenerationRequest, max_answer_tokens, parse_chat, parse_completion, prompt_params
 from transfer.engine.sampling import SamplingParams, fresh_seed
 from transfer.engine.text import token_texts
+from transfer.memory_budget import MemoryBudget, MemoryShare
 from transfer.wire import Handoff
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class GenerationEndpoint:
         *,
         is_chat: bool,
         max_body_bytes: int,
+        memory: MemoryBudget,
         descriptors: Descriptors | None = None,
     ) -> None:
         self._core = core
@@ -61,34 +63,37 @@ class GenerationEndpoint:
         self._shape: type[ReplyShape] = ChatShape if is_chat else CompletionShape
         self._max_body_bytes = max_body_bytes
         self._descriptors = descriptors
+        self._memory = memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send)
-        try:
-            body = await read_body(scope, receive, self._max_body_bytes)
-        except ClientGoneError:
-            return
-        except ApiError as error:
-            await reply.fail(error)
-            return
-        await while_connected(receive, lambda: self._answer(body, reply))
+        with self._memory.share() as memory:  # until the end: what was read of the body is about as large as the body
+            try:
+                request = await self._read(scope, receive, memory)
+            except ClientGoneError:
+                return
+            except Exception as error:
+                await reply.fail(_told(error))
+                return
+            await while_connected(receive, lambda: self._answer(request, reply))
 
-    async def _answer(self, body: bytes, reply: Reply) -> None:
+    async def _read(self, scope: Scope, receive: Receive, memory: MemoryShare) -> GenerationRequest:
+        """Returns what the body says, and keeps nothing of the body. Raises `ApiError` and `ClientGoneError`."""
+        body = await read_body(scope, receive, self._max_body_bytes, memory)
+        return self._parse(body, self._core.model, self._role)
+
+    async def _answer(self, request: GenerationRequest, reply: Reply) -> None:
         """Answers a request. This is the border: an error below it becomes an OpenAI error object here."""
         try:
-            await self._serve(body, reply)
+            await self._serve(request, reply)
         except Exception as error:
-            answer = from_core(error)
-            if answer.status == 500 and not isinstance(error, RankLost):  # a lost rank is logged once, for all requests
-                log.exception("a request failed")
-            await reply.fail(answer)
+            await reply.fail(_told(error))
 
-    async def _serve(self, body: bytes, reply: Reply) -> None:
+    async def _serve(self, request: GenerationRequest, reply: Reply) -> None:
         if self._descriptors is not None:
             self._descriptors.measure_again()  # the KV side opens connections that nobody counts
             if self._descriptors.is_tight:
                 raise out_of_descriptors()
-        request = self._parse(body, self._core.model, self._role)
         shape = self._shape_of(request)
         jobs = [await self._job(request, index, param, shape.id) for index, param in enumerate(prompt_params(request))]
         if request.push is not None:
@@ -182,6 +187,14 @@ class GenerationEndpoint:
         await run_all(choices, self._core, stream.emit)
         wanted = request.include_usage
         await reply.end((event(shape.usage_chunk(_usage(jobs, choices))) if wanted else b"") + DONE)
+
+
+def _told(error: Exception) -> ApiError:
+    """Returns the error that the client is told, and logs one that nobody has foreseen."""
+    answer = from_core(error)
+    if answer.status == 500 and not isinstance(error, RankLost):  # a lost rank is logged once, for all requests
+        log.error("a request failed", exc_info=error)
+    return answer
 
 
 def _one_job_each(job: GenerationJob, num_sequences: int) -> list[GenerationJob]:

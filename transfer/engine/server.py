@@ -9,7 +9,7 @@ import asyncio
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -25,12 +25,17 @@ from transfer.engine.asgi import ClientGoneError, decode, read_body
 from transfer.engine.generation import GenerationEndpoint
 from transfer.engine.prompts import ConversationBody, Prompt, PromptEncoder, conversation_of
 from transfer.errors import TransferError
+from transfer.memory_budget import MemoryBudget
 from transfer.wire import Name
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     max_body_bytes: int = 64 * 2**20
+    memory_budget: int = 256 * 2**20
+    """The most bytes of request bodies that are held at once."""
 
 
 class TokenizeBody(ConversationBody, kw_only=True):
@@ -90,21 +95,36 @@ class EngineServer(uvicorn.Server):
         return made
 
 
+class Bodies:
+    """`Bodies` reads the bodies of small routes, of at most `limit_bytes` each, out of the budget of all bodies."""
+
+    def __init__(self, limit_bytes: int, memory: MemoryBudget) -> None:
+        self._limit_bytes = limit_bytes
+        self._memory = memory
+
+    async def read(self, request: Request, type_: type[T]) -> T:
+        """Returns the body as the given struct. Raises `ApiError`, `ClientGoneError`."""
+        with self._memory.share() as memory:
+            return decode(await read_body(request.scope, request.receive, self._limit_bytes, memory), type_)
+
+
 def build_app(
     core: EngineCore, tokenizer: Any, settings: ServerSettings | None = None, descriptors: Descriptors | None = None
 ) -> FastAPI:
     """Returns the ASGI application. `tokenizer` is a ``PreTrainedTokenizerFast``; the caller starts and stops
     `core`. With `descriptors`, nothing is generated while the process has only its reserve of them left."""
-    limit = (settings or ServerSettings()).max_body_bytes
+    settings = settings or ServerSettings()
+    limit, memory = settings.max_body_bytes, MemoryBudget(settings.memory_budget)
     prompts = PromptEncoder(tokenizer)
     app = FastAPI(title="built-in engine", openapi_url=None)
     for path, is_chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
         endpoint = GenerationEndpoint(
-            core, tokenizer, prompts, is_chat=is_chat, max_body_bytes=limit, descriptors=descriptors
+            core, tokenizer, prompts, is_chat=is_chat, max_body_bytes=limit, memory=memory, descriptors=descriptors
         )
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
-    _add_model_routes(app, core, prompts, limit)
-    _add_transfer_routes(app, core, limit)
+    bodies = Bodies(limit, memory)
+    _add_model_routes(app, core, prompts, bodies)
+    _add_transfer_routes(app, core, bodies)
     for kind in (ApiError, TransferError, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
@@ -112,7 +132,7 @@ def build_app(
     return app
 
 
-def _add_model_routes(app: FastAPI, core: EngineCore, prompts: PromptEncoder, limit: int) -> None:
+def _add_model_routes(app: FastAPI, core: EngineCore, prompts: PromptEncoder, bodies: Bodies) -> None:
     started = int(time.time())
 
     @app.get("/v1/models")
@@ -123,7 +143,7 @@ def _add_model_routes(app: FastAPI, core: EngineCore, prompts: PromptEncoder, li
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = decode(await read_body(request.scope, request.receive, limit), TokenizeBody)
+        body = await bodies.read(request, TokenizeBody)
         ids = await prompts.encode(_prompt_of(body), add_special_tokens=body.add_special_tokens is not False)
         return _json({"tokens": ids, "count": len(ids), "max_model_len": core.model.max_model_len})
 
@@ -133,7 +153,7 @@ def _add_model_routes(app: FastAPI, core: EngineCore, prompts: PromptEncoder, li
         return _json({"status": "ok" if is_healthy else "failed"}, 200 if is_healthy else 503)
 
 
-def _add_transfer_routes(app: FastAPI, core: EngineCore, limit: int) -> None:
+def _add_transfer_routes(app: FastAPI, core: EngineCore, bodies: Bodies) -> None:
     @app.get("/kv_buffer")
     async def kv_buffer() -> Response:
         await core.refresh()
@@ -141,12 +161,12 @@ def _add_transfer_routes(app: FastAPI, core: EngineCore, limit: int) -> None:
 
     @app.post("/kv_transfer/cancel")
     async def cancel(request: Request) -> Response:
-        body = decode(await read_body(request.scope, request.receive, limit), CancelBody)
+        body = await bodies.read(request, CancelBody)
         return _json({"released": await core.cancel(body.attempt)})
 
     @app.post("/kv_transfer/sender_ended")
     async def sender_ended(request: Request) -> Response:
-        body = decode(await read_body(request.scope, request.receive, limit), SenderEndedBody)
+        body = await bodies.read(request, SenderEndedBody)
         return _json({"released": await core.sender_ended(body.epoch)})
 
     @app.get("/statistics")

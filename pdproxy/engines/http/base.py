@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from transfer.descriptors import LOCAL_ERRNOS, can_open
@@ -40,6 +40,60 @@ class EngineBroken(Exception):
     """
 
 
+class ReplyTooLarge(EngineBroken):
+    """`ReplyTooLarge` says that an answer was given up, because it is larger than whoever reads it can use."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"its answer is larger than {limit_bytes} bytes")
+
+
+MAX_REPLY_BYTES = 64 << 20
+"""The most bytes of an answer that tells the proxy something: a prefill reply, metrics, a prompt's ids. No engine has
+so much to tell, and one that never ends must not take all memory."""
+
+CheckSize = Callable[[int], None]
+"""A function that is called with the number of bytes that have come so far. It raises where they are too many."""
+
+
+def at_most(limit_bytes: int) -> CheckSize:
+    """Returns a check that raises `ReplyTooLarge` for more than `limit_bytes`."""
+
+    def check(num_bytes: int) -> None:
+        if num_bytes > limit_bytes:
+            raise ReplyTooLarge(limit_bytes)
+
+    return check
+
+
+REPLY = at_most(MAX_REPLY_BYTES)
+
+
+async def read_whole(read_chunk: Callable[[], Awaitable[bytes]], check: CheckSize) -> bytes:
+    """Returns all that `read_chunk` gives until its end, ``b""``. Raises what it and `check` raise.
+
+    The pieces are put together as they come: many tiny ones, each an object of its own, would take twenty times the
+    memory.
+    """
+    body = await read_chunk()
+    if not body:
+        return b""
+    check(len(body))
+    more = await read_chunk()
+    if not more:
+        return body
+    parts = bytearray(body)
+    body = b""
+    try:
+        while more:
+            parts += more
+            check(len(parts))
+            more = await read_chunk()
+    except BaseException:
+        parts.clear()  # an error keeps this frame alive as long as somebody has it, which may be a whole attempt
+        raise
+    return bytes(parts)
+
+
 class Leg(Protocol):
     """A `Leg` is an HTTP answer whose head is there."""
 
@@ -48,8 +102,8 @@ class Leg(Protocol):
 
     def header(self, name: str) -> str | None: ...
 
-    async def read(self) -> bytes:
-        """Returns the whole body. Raises `EngineBroken`."""
+    async def read(self, check: CheckSize = REPLY) -> bytes:
+        """Returns the whole body. Raises `EngineBroken`, and what `check` raises."""
 
     async def read_chunk(self) -> bytes:
         """Returns the next piece of the body as it comes, ``b""`` at its end. Raises `EngineBroken`."""

@@ -19,13 +19,16 @@ import httpx
 
 from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.engines.http.base import (
+    REPLY,
     SLICE_BYTES,
     TURN_S,
+    CheckSize,
     EngineBroken,
     EngineRefused,
     EngineUnreachable,
     LocalFault,
     local_fault,
+    read_whole,
 )
 
 KEEPALIVE_S = 4.0
@@ -68,12 +71,8 @@ class HttpxLeg:
         value: str | None = self._response.headers.get(name)
         return value
 
-    async def read(self) -> bytes:
-        chunks = [self._unread]
-        self._unread = b""
-        while chunk := await self._next():
-            chunks.append(chunk)
-        return b"".join(chunks)
+    async def read(self, check: CheckSize = REPLY) -> bytes:
+        return await read_whole(self.read_chunk, check)
 
     async def read_chunk(self) -> bytes:
         """Returns the next piece, ``b""`` at the end. At the body's end the connection is free for others before the
@@ -247,14 +246,15 @@ class HttpxClient:
         await self._descriptors.room()
         self._begin()
         try:
-            response = await self._http.get(path, timeout=timeout_s)
+            async with self._http.stream("GET", path, timeout=timeout_s) as response:
+                pieces = response.aiter_bytes()
+                return response.status_code, await read_whole(lambda: anext(pieces, b""), REPLY)
         except _NOTHING_SENT as error:
             raise self._unreachable(error) from error
         except httpx.HTTPError as error:
             raise EngineBroken(_describe(error)) from error
         finally:
             self._end()
-        return response.status_code, response.content
 
     def _unreachable(self, error: httpx.HTTPError) -> EngineUnreachable:
         reasons = _reasons(error)

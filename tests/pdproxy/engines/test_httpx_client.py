@@ -17,7 +17,15 @@ import pytest
 import uvloop
 
 from pdproxy.engines.http import httpx_client as engine_client
-from pdproxy.engines.http.base import EngineBroken, EngineClient, EngineRefused, EngineUnreachable, Leg
+from pdproxy.engines.http.base import (
+    EngineBroken,
+    EngineClient,
+    EngineRefused,
+    EngineUnreachable,
+    Leg,
+    ReplyTooLarge,
+    at_most,
+)
 from pdproxy.engines.http.http1.client import Http1Client
 from pdproxy.engines.http.httpx_client import HttpxClient
 from tests.fakes.proxy_harness import until
@@ -112,6 +120,39 @@ async def test_get(make: Make) -> None:
         assert await client.get("/health?a=b", timeout_s=1) == (200, b"hi")
         assert peer.requests[0].startswith(b"GET /health?a=b HTTP/1.1\r\n")
         assert b"authorization: bearer secret\r\n" in peer.requests[0].lower()
+
+
+async def endless(wire: Wire) -> None:
+    await wire.request()
+    await wire.send(CHUNKED)
+    while True:
+        await wire.send(b"100000\r\n" + b"x" * (1 << 20) + b"\r\n")
+
+
+async def test_an_answer_without_end_is_given_up(make: Make) -> None:
+    async with talking_to(endless, make) as (peer, client):
+        leg = await client.post("/", b"{}", {})
+        with pytest.raises(ReplyTooLarge, match="larger than 3000000 bytes") as caught:
+            await leg.read(at_most(3_000_000))
+        assert not any(entry.frame.f_locals.get("parts") for entry in caught.traceback), "the error keeps what was read"
+        leg.close()
+        with pytest.raises(ReplyTooLarge, match="larger than 67108864 bytes"):
+            await client.get("/metrics", timeout_s=10)
+        for wire in peer.wires:
+            await wire.gone()
+
+
+async def test_an_answer_in_tiny_pieces_is_put_together(make: Make) -> None:
+    async def serve(wire: Wire) -> None:
+        await wire.request()
+        await wire.send(CHUNKED)
+        for number in range(50):
+            await wire.send(b"2\r\n%02d\r\n" % number)
+            await asyncio.sleep(0)
+        await wire.send(b"0\r\n\r\n")
+
+    async with talking_to(serve, make) as (_, client):
+        assert await answer(client) == (200, b"".join(b"%02d" % number for number in range(50)))
 
 
 async def test_get_elsewhere(make: Make) -> None:

@@ -36,7 +36,7 @@ def stream(*chunks: dict[str, Any]) -> bytes:
 
 
 def assembled(events: bytes, *, is_chat: bool = False, num_choices: int = 1) -> dict[str, Any]:
-    answer = AssembledAnswer(is_chat=is_chat, num_choices=num_choices)
+    answer = AssembledAnswer(is_chat=is_chat, num_choices=num_choices, limit_bytes=1 << 20)
     answer.add(events)
     body: dict[str, Any] = json.loads(answer.body(VLLM_SHAPE))
     return body
@@ -99,7 +99,7 @@ def test_chat_has_a_message() -> None:
 def test_shape_of_the_built_in_engine_has_no_fields_of_vllm() -> None:
     shape = BuiltinAdapter().traits.streams_whole
     assert shape is not None
-    answer = AssembledAnswer(is_chat=True, num_choices=1)
+    answer = AssembledAnswer(is_chat=True, num_choices=1, limit_bytes=1 << 20)
     answer.add(stream(ROLE, said("a"), chunk(delta={}, finish_reason="stop"), usage()))
     whole = json.loads(answer.body(shape))
     assert list(whole) == ["id", "object", "created", "model", "choices", "usage"]
@@ -125,7 +125,7 @@ def test_log_probabilities_of_a_chat_keep_every_digit_and_every_null() -> None:
     raw = b'{"content":[{"token":"a","logprob":-0.10,"bytes":[97]}],"refusal":null}'
     events = stream(ROLE, said("a", "stop"), usage()).replace(b'"content":"a"},"logprobs":null', b"@" + raw)
     events = events.replace(b"@", b'"content":"a"},"logprobs":')
-    answer = AssembledAnswer(is_chat=True, num_choices=1)
+    answer = AssembledAnswer(is_chat=True, num_choices=1, limit_bytes=1 << 20)
     answer.add(events)
     assert b'"logprobs":' + raw in answer.body(VLLM_SHAPE)
 
@@ -163,7 +163,7 @@ def test_field_that_nobody_has_heard_of_comes_last() -> None:
 
 
 def test_beginning_anew_forgets_everything() -> None:
-    answer = AssembledAnswer(is_chat=False, num_choices=1)
+    answer = AssembledAnswer(is_chat=False, num_choices=1, limit_bytes=1 << 20)
     answer.add(stream(text("lost") | {"weather": "bad"}))
     assert answer.has_begun
     answer.clear()
@@ -288,7 +288,7 @@ def test_any_cut_and_any_order_of_the_choices_give_the_same_answer(answer: Any, 
         chunks.append(chunk(**part, finish_reason="stop" if is_last else None))
     data = stream(*chunks, usage())
 
-    buffer, whole = EventBuffer(), AssembledAnswer(is_chat=is_chat, num_choices=len(choices))
+    buffer, whole = EventBuffer(), AssembledAnswer(is_chat=is_chat, num_choices=len(choices), limit_bytes=1 << 20)
     at = [0, *sorted(border for border in borders if border < len(data)), len(data)]
     for start, end in pairwise(at):
         whole.add(buffer.feed(data[start:end]))

@@ -14,6 +14,7 @@ from pdproxy.server.routes import GenerationRoute
 from pdproxy.telemetry.record import Bystander, Outcome, RequestRecord
 from pdproxy.telemetry.trace import PassTraceOn
 from tests.fakes.proxy_harness import until
+from transfer.memory_budget import MemoryBudget
 
 BODY = b'{"prompt":"hi"}'
 GONE = {"type": "http.disconnect"}
@@ -55,6 +56,7 @@ class Server:
     def __init__(self, orchestrator: Orchestrator, *messages: dict[str, Any], max_body_bytes: int = 1000) -> None:
         orchestrator_like: Any = orchestrator
         self._messages = list(messages)
+        self.memory = MemoryBudget(1 << 20)
         self.sent: list[dict[str, Any]] = []
         self.is_gone = asyncio.Event()
         self.is_full = False
@@ -64,6 +66,7 @@ class Server:
             orchestrator,
             max_body_bytes=max_body_bytes,
             body_timeout_s=0.05,
+            memory=self.memory,
             priorities=PriorityLimits(least=0, most=0),
             keys=ApiKeys(()),
             passes_authorization=False,
@@ -72,6 +75,7 @@ class Server:
 
     async def run(self, *headers: tuple[bytes, bytes]) -> None:
         await self.route({"type": "http", "headers": list(headers)}, self._receive, self._send)
+        assert not self.memory.num_bytes
 
     async def _receive(self) -> dict[str, Any]:
         if self._messages:

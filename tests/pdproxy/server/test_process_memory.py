@@ -6,8 +6,11 @@ import ctypes
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from pdproxy.server.process_memory import allowed_bytes
 
 REUSED = """
 import resource
@@ -72,3 +75,34 @@ def test_what_is_there_is_put_into_large_pages_and_stays_what_it_was() -> None:
         assert moved_kib >= 16 << 10
     else:
         assert moved_kib == 0
+
+
+def machine_bytes() -> int:
+    return allowed_bytes(Path("/nowhere"), Path("/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/", {"memory.max": "4096\n"}, 4096),
+        ("0::/", {"memory.max": "max\n"}, None),
+        ("0::/a/b", {"a/memory.max": "8192\n", "a/b/memory.max": "max\n"}, 8192),
+        ("0::/a/b", {"memory.max": "4096\n", "a/b/memory.max": "8192\n"}, 4096),
+        ("4:memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "4096\n"}, 4096),
+        ("4:memory:/seen/from/outside", {"memory/memory.limit_in_bytes": "4096\n"}, 4096),
+        ("4:memory:/", {"memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"}, None),
+        ("3:cpu:/a", {"a/memory.max": "4096\n"}, None),
+        ("", {}, None),
+    ],
+)
+def test_what_a_process_may_have(tmp_path: Path, groups: str, limits: dict[str, str], expected: int | None) -> None:
+    """None: no group says less than the machine has."""
+    for name, text in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "own").write_text(groups)
+    assert allowed_bytes(tmp_path, tmp_path / "own") == (expected or machine_bytes())
+
+
+def test_a_machine_has_more_than_this_process_needs() -> None:
+    assert 1 << 28 < allowed_bytes() <= machine_bytes()

@@ -52,3 +52,9 @@ def test_an_engine_without_torch_says_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["engine", "--role", "decode", "--model", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"this Python has no torch; pip install 'pdproxy\[engine\]'"):
         main()
+
+
+def test_the_memory_budget_has_room_for_the_largest_body() -> None:
+    assert EngineSettings(role="decode", model=MODEL, memory_budget="80MiB").memory_budget == 80 << 20
+    with pytest.raises(ValidationError, match="memory_budget must be at least 76695845 bytes"):
+        EngineSettings(role="decode", model=MODEL, memory_budget="64MiB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -733,6 +734,37 @@ async def test_body_too_large(client: httpx.AsyncClient, announced: bool) -> Non
     for path in ("/v1/completions", "/tokenize"):
         response = await client.post(path, content=b" " * 30_000 if announced else pieces())
         assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_bodies_have_one_budget(core: ScriptedCore, tokenizer: Any, announced: bool) -> None:
+    """One body is under way for as long as it likes; what the others then find is the rest of the budget."""
+    app = build_app(core, tokenizer, ServerSettings(max_body_bytes=200_000, memory_budget=250_000))
+    may_end, has_begun = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{" + b" " * 150_000
+        has_begun.set()
+        await may_end.wait()
+        yield json.dumps(completion()).encode()[1:]
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b" " * 10_000
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
+        slowly = asyncio.create_task(client.post("/v1/completions", content=slow()))
+        await has_begun.wait()
+        for path in ("/v1/completions", "/tokenize"):
+            response = await client.post(path, content=b" " * 100_000 if announced else pieces())
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "memory_budget_spent")
+            assert response.headers["retry-after"] == "1"
+            assert "--memory-budget" in response.json()["error"]["message"]
+        assert (await client.post("/v1/completions", json=completion())).status_code == 200, "small ones find room"
+        may_end.set()
+        assert (await slowly).status_code == 200
+        response = await client.post("/v1/completions", json=completion() | {"user": "u" * 150_000})
+        assert response.status_code == 200, "what is over has made room"
 
 
 async def test_unknown_routes_and_methods_answer_error_objects(client: httpx.AsyncClient) -> None:

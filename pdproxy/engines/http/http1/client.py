@@ -70,6 +70,7 @@ class Http1Client:
             raise EngineBroken(str(error)) from error
         connection = self._reuse(origin) or await origin.connect(self._connect_timeout_s)
         leg = _ask(connection, head, body)
+        body = b""  # what was not sent yet, the connection has
         try:
             await leg.arrival()
         except BaseException:

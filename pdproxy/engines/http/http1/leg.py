@@ -8,9 +8,8 @@ connection goes back to the others that are kept alive, or is closed. None of th
 from __future__ import annotations
 
 import asyncio
-import math
 
-from pdproxy.engines.http.base import EngineBroken, Sink
+from pdproxy.engines.http.base import REPLY, CheckSize, EngineBroken, Sink, read_whole
 from pdproxy.engines.http.http1.connection import Connection
 from pdproxy.engines.http.http1.framing import Framing
 from pdproxy.engines.http.http1.head import MAX_HEAD_BYTES, Head, find_head
@@ -49,7 +48,7 @@ class Http1Leg:
         self._head: Head | None = None
         self._framing: Framing | None = None
         self._unread: list[bytes] = []
-        self._room = float(MAX_UNREAD_BYTES)
+        self._room = MAX_UNREAD_BYTES
         self._sink: Sink | None = None
         self._failure: str | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -73,14 +72,14 @@ class Http1Leg:
         self._waiter = waiter = connection.loop.create_future()
         return waiter
 
-    async def read(self) -> bytes:
-        """Returns the whole body, or what is left of it. Raises `EngineBroken`."""
+    async def read(self, check: CheckSize = REPLY) -> bytes:
+        """Returns the whole body, or what is left of it. Raises `EngineBroken`, and what `check` raises."""
         self._check_not_poured()
         if not self._is_over:
-            self._room = math.inf
-            self._resume()
-            await self._wait()
-        return self._take_unread()
+            return await read_whole(self.read_chunk, check)
+        body = self._take_unread()  # most replies come in one piece with their heads
+        check(len(body))
+        return body
 
     async def read_chunk(self) -> bytes:
         """Returns everything that has come since the last call, ``b""`` at the end. Raises `EngineBroken`."""
@@ -187,20 +186,19 @@ class Http1Leg:
         return framing
 
     def _keep(self, body: bytes) -> None:
-        """Keeps bytes for a reader and wakes it. A reader that wants the whole body is woken only at the end."""
+        """Keeps bytes for a reader and wakes it."""
         self._unread.append(body)
         self._room -= len(body)
         if self._room < 0:
             self.pause()
-        if self._room < math.inf:
-            self._wake()
+        self._wake()
 
     def _take_unread(self) -> bytes:
         body = b"".join(self._unread)
         self._unread.clear()
         if self._room < 0:
             self._resume()
-        self._room = float(MAX_UNREAD_BYTES)
+        self._room = MAX_UNREAD_BYTES
         return body
 
     def _resume(self) -> None:
