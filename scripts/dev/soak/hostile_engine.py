@@ -82,8 +82,8 @@ HARMS: dict[str, Callable[[], AsyncIterator[bytes]]] = {
     "empty_events": empty_events,
     "flood": flood,
 }
-"""What a streamed answer is, by the first word of its prompt. Besides, "crumbs" sends usual tokens in HTTP chunks of
-one byte, "endless_head" a head without an end, and "endless" a whole answer without one.
+"""The streamed answers, by the first word of the prompt. Besides, "crumbs" sends usual tokens in HTTP chunks of one
+byte, "endless_head" a head without an end, and "endless" a whole answer without one.
 """
 
 
