@@ -15,6 +15,13 @@ from rich.console import Console
 from pdproxy.launch.logs import FileLog
 from pdproxy.launch.supervisor import Supervisor
 from scripts.dev.common.outcome import exit_status, seed_of, show, write_json
+from scripts.dev.soak.pressure import (
+    PressureFindings,
+    make_pressure_report,
+    make_pressure_table,
+    press,
+    pressure_problems,
+)
 from scripts.dev.soak.report import is_clean, make_report, make_table, problems
 from scripts.dev.soak.run import Findings, SoakOptions, soak
 
@@ -34,6 +41,9 @@ def main(
         float, typer.Option(min=0, help="seconds, on average, after which the proxy is killed with -9; 0: never")
     ] = 60.0,
     model: Annotated[Path | None, typer.Option(help="model folder [default: a tiny random model]")] = None,
+    pressure: Annotated[
+        bool, typer.Option("--pressure", help="instead, use up the proxy's descriptors, memory, event loop and log")
+    ] = False,
     log_dir: Annotated[
         Path | None, typer.Option(help="of all processes [default: a temporary folder, kept where a fault is found]")
     ] = None,
@@ -44,7 +54,12 @@ def main(
     delayed, doubled and reordered. At the end every request must have had a right answer or a typed error, unless the
     proxy was killed under it; nothing may be held; and no decoder may ever have let an attempt wait for pages that the
     proxy had promised to it.
+
+    With --pressure: ordinary clients, first alone and then beside clients and engines that use up whatever can run out.
+    They must not notice, no engine that is well may be judged down, and afterwards everything must be as it was.
     """
+    if pressure:
+        raise typer.Exit(_press(minutes * 60, seed_of(seed), json_file))
     options = SoakOptions(
         duration_s=minutes * 60,
         seed=seed_of(seed),
@@ -66,6 +81,26 @@ def main(
             shutil.copytree(logs, kept, dirs_exist_ok=True)
             console.print(f"logs are in {kept}", highlight=False)
     raise typer.Exit(status or int(is_found))
+
+
+def _press(duration_s: float, seed: int, json_file: Path | None) -> int:
+    """Puts a proxy under pressure, and prints and writes what was found. Returns the exit status."""
+    console = Console(stderr=True)
+    console.print(f"seed {seed}", highlight=False)
+    findings = PressureFindings(seed)
+
+    async def run(work_dir: Path) -> None:
+        with FileLog(work_dir / "logs", ()) as log:
+            async with Supervisor(log, grace_s=GRACE_S) as supervisor:
+                await supervisor.while_all_live(press(supervisor, findings, work_dir, duration_s))
+
+    with tempfile.TemporaryDirectory(prefix="pdproxy-pressure-") as folder:
+        status = exit_status(run(Path(folder)), console, httpx.HTTPError)
+    write_json(json_file, make_pressure_report(findings))
+    console.print(make_pressure_table(findings))
+    wrong = pressure_problems(findings)
+    show(console, wrong, style="red")
+    return status or int(bool(wrong))
 
 
 async def _supervise(findings: Findings, work_dir: Path, logs: Path, console: Console) -> None:
