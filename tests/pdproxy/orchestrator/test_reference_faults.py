@@ -99,7 +99,7 @@ async def test_a_hundred_waiting_requests_do_not_turn_the_loop() -> None:
         calls = [house.call(prompt=[1]) for _ in range(100)]
         await until(lambda: num_waiting(house) == house.proxy.board.statistics().num_waiting == 50)
         num_turns, cpu_s = await cost_of_waiting(0.2)
-        assert num_turns <= 3, "the sleeper's own, and what a timer's rounding may cost"
+        assert num_turns <= 12, "the sleeper's own, and those of the proxy's clocks: not one for each that waits"
         assert cpu_s < 0.05
         await leave(*calls)
 
