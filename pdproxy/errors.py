@@ -262,6 +262,21 @@ class HandoffMissing(LegFailed):
     code = "kv_not_handed_over"
 
 
+class EventTooLarge(LegFailed):
+    """`EventTooLarge` says that one event of a stream is larger than the proxy keeps. A client can ask for such events,
+    with `logprobs` or `echo`. So it says nothing against the engine, and another engine would do the same."""
+
+    code = "event_too_large"
+
+    def __init__(self, leg: str, instance: str, max_bytes: int) -> None:
+        super().__init__(
+            leg,
+            instance,
+            f"an event of its answer is larger than {max_bytes} bytes; ask for fewer log-probabilities or for less of "
+            "the prompt in the answer, or raise the proxy's max-event-bytes",
+        )
+
+
 class KvFailed(ProxyError):
     """`KvFailed` says that the KV of this attempt will not arrive at the decoder."""
 

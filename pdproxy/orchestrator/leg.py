@@ -23,6 +23,7 @@ from pdproxy.errors import (
     Backpressure,
     DeadlineExceeded,
     EngineReply,
+    EventTooLarge,
     HandoffMissing,
     LegFailed,
     LegNotTried,
@@ -60,21 +61,6 @@ class EngineSaidError(LegFailed):
 class NotAssembled(LegFailed):
     """NotAssembled says that no answer can be put together from this stream: it has to be asked for as a whole. Nobody
     is at fault."""
-
-
-class EventTooLarge(LegFailed):
-    """EventTooLarge says that one event of a stream is larger than the proxy keeps. A client can ask for such events,
-    with `logprobs` or `echo`. So it says nothing against the engine, and another engine would do the same."""
-
-    code = "event_too_large"
-
-    def __init__(self, leg: str, instance: str, max_bytes: int) -> None:
-        super().__init__(
-            leg,
-            instance,
-            f"an event of its answer is larger than {max_bytes} bytes; ask for fewer log-probabilities or for less of "
-            "the prompt in the answer, or raise the proxy's max-event-bytes",
-        )
 
 
 class LegTimedOut(DeadlineExceeded):

@@ -26,6 +26,7 @@ from pdproxy.errors import (
     Backpressure,
     Draining,
     EngineReply,
+    EventTooLarge,
     InvalidRequest,
     KvFailed,
     LegFailed,
@@ -48,7 +49,7 @@ from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.orchestrator.context import Client, ClientStalledError, RequestContext
 from pdproxy.orchestrator.disaggregated import Disaggregated
 from pdproxy.orchestrator.error_reply import pass_on, tell
-from pdproxy.orchestrator.leg import EngineSaidError, EventTooLarge, KvNotTaken, LegTimedOut, NotAssembled
+from pdproxy.orchestrator.leg import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled
 from pdproxy.orchestrator.leg_runner import LegRunner
 from pdproxy.orchestrator.path import Choice, PathChooser, Ways, check_length
 from pdproxy.orchestrator.reaper import Reaper
