@@ -32,7 +32,7 @@ WRONG: dict[str, Callable[[PressureFindings], object]] = {
     "memory stays": lambda found: leave(found, rss_mb=300.0),
     "descriptors are left": lambda found: leave(found, num_fds=40),
     "pages are held": lambda found: setattr(found, "num_held", 1),
-    "in flight at the end": lambda found: setattr(found, "num_in_flight", 1),
+    "in flight at the end": lambda found: found.in_flight.append({}),
 }
 
 

@@ -19,7 +19,6 @@ CRUMBS_BYTES = 200_000
 HOLD_S = 5.0
 """The seconds for which a body or a stream is held before its client leaves."""
 HARMS = ("long_event", "comments", "empty_events", "crumbs", "endless_head", "endless")
-PATH = "/v1/completions"
 
 
 class Attackers:
@@ -63,7 +62,7 @@ class Attackers:
             await asyncio.sleep(dice.uniform(0.1, 1.0))
 
     async def _hold_stream(self) -> str:
-        async with self._asked("slow", stream=True) as (reader, _):
+        async with self._asked("slow", model="well") as (reader, _):
             status = await _status(reader)
             if status == "200":
                 await asyncio.sleep(HOLD_S)
@@ -80,7 +79,7 @@ class Attackers:
         return provoke
 
     async def _read_nothing(self) -> str:
-        async with self._asked("flood", stream=True):
+        async with self._asked("flood", model="well"):
             await asyncio.sleep(HOLD_S)
         return "left"
 
@@ -121,11 +120,11 @@ class Attackers:
 
     @contextlib.asynccontextmanager
     async def _asked(
-        self, harm: str, *, stream: bool
+        self, harm: str, *, model: str = "hostile", stream: bool = True
     ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        body = json.dumps(
-            {"model": "hostile", "prompt": f"{harm} please", "max_tokens": 100_000, "stream": stream}
-        ).encode()
+        """Returns a context manager for a connection on which a request was sent."""
+        asked = {"model": model, "prompt": f"{harm} please", "max_tokens": 100_000, "stream": stream}
+        body = json.dumps(asked).encode()
         async with self._connection() as (reader, writer):
             writer.write(_head(len(body)) + body)
             yield reader, writer
@@ -141,10 +140,8 @@ class Attackers:
 
 
 def _head(num_bytes: int) -> bytes:
-    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (
-        PATH.encode(),
-        num_bytes,
-    )
+    lines = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", "connection: close"]
+    return "\r\n".join([*lines, f"content-length: {num_bytes}", "", ""]).encode()
 
 
 async def _status(reader: asyncio.StreamReader) -> str:

@@ -82,7 +82,8 @@ class PressureFindings:
     longest_status_s: float = 0.0
     judged_down: set[str] = field(default_factory=set)
     num_held: int = 0
-    num_in_flight: int = 0
+    in_flight: list[dict[str, Any]] = field(default_factory=list)
+    """The requests and orphans that are left at the end."""
     attacks: dict[str, dict[str, int]] = field(default_factory=dict)
     is_complete: bool = False
 
@@ -233,10 +234,10 @@ async def _until_calm(http: httpx.AsyncClient, pid: int, findings: PressureFindi
     while True:
         status = (await http.get("/status")).json()
         findings.num_held = sum(book["held"] for book in status["ledger"].values())
-        findings.num_in_flight = len(status["in_flight"])
+        findings.in_flight = status["in_flight"]
         findings.after = read_vitals(pid, 0)
         assert findings.before is not None
-        is_calm = not findings.num_held and not findings.num_in_flight
+        is_calm = not findings.num_held and not findings.in_flight
         if is_calm and findings.after.num_fds <= findings.before.num_fds + MAX_FD_GROWTH:
             return
         if time.monotonic() > deadline:
@@ -259,7 +260,7 @@ def make_pressure_report(findings: PressureFindings) -> dict[str, Any]:
         "before": None if before is None else before.facts(),
         "after": None if after is None else after.facts(),
         "held_at_end": findings.num_held,
-        "in_flight_at_end": findings.num_in_flight,
+        "in_flight_at_end": findings.in_flight,
         "attacks": findings.attacks,
         "complaints": findings.pressed.complaints[:20],
     }
@@ -283,7 +284,10 @@ def pressure_problems(findings: PressureFindings) -> list[str]:
         (after.rss_mb > before.rss_mb + MAX_RSS_LEFT_MB, f"memory stays at {after.rss_mb} MiB, from {before.rss_mb}"),
         (after.num_fds > before.num_fds + MAX_FD_GROWTH, f"{after.num_fds} descriptors are left, of {before.num_fds}"),
         (bool(findings.num_held), f"{findings.num_held} pages are held at the end"),
-        (bool(findings.num_in_flight), f"{findings.num_in_flight} requests are in flight at the end"),
+        (
+            bool(findings.in_flight),
+            f"{len(findings.in_flight)} requests are in flight at the end: {findings.in_flight[:2]}",
+        ),
     ]
     return [words for is_wrong, words in found if is_wrong]
 
