@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from pdproxy.loadtest.latency import COLUMNS, Distribution
+from pdproxy.loadtest.latency import COLUMNS, Distribution, told_of
 from pdproxy.loadtest.report import overview
 from pdproxy.loadtest.report.phases import TITLES as PHASE_TITLES
 from pdproxy.loadtest.report.sides import Shown, Side, shown_of
 from pdproxy.loadtest.report.words import milliseconds, share
 from pdproxy.loadtest.slo import Slo
 
-COLUMNS_OF_RUNS = (0, 1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 14, 15)
+COLUMNS_OF_RUNS = (0, 1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 13, 16, 17, 18)
 """The columns of `overview.HEADINGS` for which there is room."""
 MOST_DETAILED = 2
 """The most runs that are shown in detail; more runs are compared in one table only."""
@@ -65,4 +65,4 @@ def latencies(one: Shown) -> Table:
 
 
 def _cells(name: str, found: Distribution) -> list[str]:
-    return [name, f"{found.count:,}", *(milliseconds(getattr(found, column)) for column in COLUMNS)]
+    return [name, f"{found.count:,}", *(milliseconds(told_of(found, column)) for column in COLUMNS)]
