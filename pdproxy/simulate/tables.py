@@ -92,7 +92,8 @@ def make_table(title: str, rows: Rows) -> Table:
     table = Table(title=title, title_justify="left")
     head, body = rows
     for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index == 0 else "right")
+        # What has no room goes on below: a figure that is cut is another one.
+        table.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in body:
         table.add_row(*row)
     return table

@@ -77,8 +77,19 @@ def test_policies_are_compared() -> None:
 
 def test_a_knee_is_found() -> None:
     few = [*SMALL, "--requests", "80"]
-    assert found("knee", *few)["knee_per_s"] > 0
+    told = found("knee", *few)
+    assert told["knee_per_s"] > 0
+    assert told["target"].startswith(f"{told['slo']} (no --slo was given: 2 times the p95 of the unloaded fleet")
     assert found("knee", *few, "--slo", "ttft:p50<1ms", status=1)["knee_per_s"] is None
+
+
+def test_a_knee_that_lies_above_all_rates_is_said_to() -> None:
+    result = invoke("knee", "--requests", "5", "--seed", "1", "--slo", "ttft:p50<1000")
+    assert "1p1d, TTFT p50 < 1000 s: every rate meets it, up to" in result.stdout
+
+
+def test_no_figure_of_a_table_is_cut_where_there_is_no_terminal() -> None:
+    assert "…" not in invoke("compare", *SMALL, "--requests", "40", "--policies", "round_robin").stdout
 
 
 def test_a_size_is_found() -> None:
