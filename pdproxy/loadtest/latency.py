@@ -82,14 +82,16 @@ def is_failed(record: Record) -> bool:
     return bool(record.error) and record.error != INTERRUPTED
 
 
-def seconds_of(records: Iterable[Record], metric: str) -> Iterator[float]:
+def seconds_of(records: Iterable[Record], metric: str, delay_s: float = 0.0) -> Iterator[float]:
     """Yields the seconds of ``ttft``, ``tpot`` or ``e2e`` for those records which have one. Whole answers count; for
-    TTFT, answers that the client left later on count too."""
+    TTFT, answers that the client left later on count too. `delay_s` is added to the whole of each latency; of that,
+    each token after the first has its part."""
     for record in records:
         if not record.error and (not record.aborted or metric == "ttft"):
             seconds = seconds_of_one(record, metric)
             if seconds is not None:
-                yield seconds
+                num_parts = (record.answer_tokens or 2) - 1 if metric == "tpot" else 1
+                yield seconds + delay_s / num_parts
 
 
 def seconds_of_one(record: Record, metric: str) -> float | None:

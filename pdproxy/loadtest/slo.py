@@ -49,16 +49,17 @@ class Objective:
             return f"errors < {self.limit:.3g}"
         return f"{self.metric.upper()} p{self.percent:g} < {self.limit:g} s"
 
-    def value(self, records: Sequence[Record]) -> float | None:
+    def value(self, records: Sequence[Record], delay_s: float = 0.0) -> float | None:
         """Returns the value to compare with the limit; infinite where too many failed; None where there is nothing to
-        judge."""
+        judge. It is as if each latency had been `delay_s` longer."""
         if self.metric == ERRORS:
             judged = [record for record in records if record.error != INTERRUPTED]
             return sum(map(is_failed, judged)) / len(judged) if judged else None
         asked = [record for record in records if record.is_stream or self.metric == "e2e"]
         if self.metric == "itl":
-            return self._gap(asked)
-        seconds = [*seconds_of(asked, self.metric), *(math.inf for _ in filter(is_failed, asked))]
+            gap_s = self._gap(asked)
+            return None if gap_s is None else gap_s + delay_s
+        seconds = [*seconds_of(asked, self.metric, delay_s), *(math.inf for _ in filter(is_failed, asked))]
         return percentile(sorted(seconds), self.percent)
 
     def _gap(self, asked: Sequence[Record]) -> float | None:
@@ -120,11 +121,8 @@ class Slo:
     def judge(self, records: Sequence[Record], health: GeneratorHealth | None = None) -> list[Judgement]:
         """Returns what each objective comes to. `health` is that of the generator that measured the records; None means
         that it was in time."""
-        is_late = health is not None and not health.is_trusted
-        return [
-            _judgement(objective, objective.value(records), health if is_late and objective.metric != ERRORS else None)
-            for objective in self.objectives
-        ]
+        late = None if health is None or health.is_trusted else health
+        return [_judgement(objective, records, late) for objective in self.objectives]
 
     def is_met_by(self, record: Record) -> bool | None:
         """Tells whether a request counts as good; None where it is not to be judged: its client left, or it was cut
@@ -153,14 +151,16 @@ def _objective(part: str) -> Objective:
     return objective
 
 
-def _judgement(objective: Objective, value: float | None, late: GeneratorHealth | None) -> Judgement:
-    """Returns what an objective comes to with a value that a generator measured which was `late`, or in time."""
+def _judgement(objective: Objective, records: Sequence[Record], late: GeneratorHealth | None) -> Judgement:
+    """Returns what an objective comes to in records of a generator which was `late`, or in time."""
+    value = objective.value(records)
     delay_s = most_delay_s = 0.0
-    if late is not None:
+    if late is not None and objective.metric != ERRORS:
         delay_s, most_delay_s = late.lag_p99_s, late.lag_max_s
         if objective.metric in FROM_DUE:
             delay_s, most_delay_s = delay_s + late.late_p99_s, most_delay_s + late.late_max_s
-    is_met = value is not None and value + delay_s < objective.limit
+    at_most, at_least = objective.value(records, delay_s), objective.value(records, -most_delay_s)
+    is_met = at_most is not None and at_most < objective.limit
     return Judgement(
         objective=str(objective),
         metric=objective.metric,
@@ -168,5 +168,5 @@ def _judgement(objective: Objective, value: float | None, late: GeneratorHealth 
         limit=objective.limit,
         value=value if value is not None and math.isfinite(value) else None,
         is_met=is_met,
-        is_judged=is_met or late is None or (value is not None and value > objective.limit + most_delay_s),
+        is_judged=is_met or at_least is None or at_least >= objective.limit,
     )
