@@ -10,7 +10,7 @@ from itertools import combinations
 from pdproxy.loadtest.agreement import Differing, asks_alike, differences, differing
 from pdproxy.loadtest.latency import told_of
 from pdproxy.loadtest.report.sides import Shown, Side
-from pdproxy.loadtest.report.words import counted, late_words, milliseconds, rate, share
+from pdproxy.loadtest.report.words import NOTHING, counted, late_words, milliseconds, rate, share
 from pdproxy.loadtest.slo import Slo
 
 HEADINGS = (
@@ -23,6 +23,15 @@ CAPTION = "latencies in milliseconds, counted from when a request was due; warm-
 def rows(shown: Sequence[Shown]) -> list[list[str]]:
     """Returns a row of cells for each run, as `HEADINGS` names them."""
     return [_row(one) for one in shown]
+
+
+def columns(shown: Sequence[Shown]) -> list[int]:
+    """Returns the places of the `HEADINGS` that are worth showing: percentiles for which no run has values enough are
+    left out."""
+    found = rows(shown)
+    return [
+        place for place, name in enumerate(HEADINGS) if name != "p99.9" or any(row[place] != NOTHING for row in found)
+    ]
 
 
 def _row(one: Shown) -> list[str]:

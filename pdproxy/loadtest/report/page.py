@@ -62,11 +62,17 @@ def _body(title: str, sides: Sequence[Side], shown: Sequence[Shown], slo: Slo) -
     yield f"<header><h1>{escape(title)}</h1>{paragraph(_when(shown))}</header><main>"
     yield from (paragraph(words, "verdict") for words in overview.verdicts(shown, slo))
     yield runs_legend((index, side.label) for index, side in enumerate(sides))
-    yield table(overview.HEADINGS, overview.rows(shown), overview.CAPTION)
+    yield _runs(shown)
     yield from (paragraph(words, "warning") for words in overview.warnings(shown))
     yield from (paragraph(words) for words in overview.notes(shown, sides))
     yield from with_contents(_parts(sides, shown, slo))
     yield "</main>"
+
+
+def _runs(shown: Sequence[Shown]) -> str:
+    places = overview.columns(shown)
+    rows = ([row[place] for place in places] for row in overview.rows(shown))
+    return table([overview.HEADINGS[place] for place in places], rows, overview.CAPTION)
 
 
 def _parts(sides: Sequence[Side], shown: Sequence[Shown], slo: Slo) -> Iterator[str]:

@@ -14,8 +14,8 @@ from pdproxy.loadtest.report.sides import Shown, Side, shown_of
 from pdproxy.loadtest.report.words import milliseconds, share
 from pdproxy.loadtest.slo import Slo
 
-COLUMNS_OF_RUNS = (0, 1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 13, 16, 17, 18)
-"""The columns of `overview.HEADINGS` for which there is room."""
+LEFT_OUT = (4, 8, 14, 15)
+"""The columns of `overview.HEADINGS` for which there is no room."""
 MOST_DETAILED = 2
 """The most runs that are shown in detail; more runs are compared in one table only."""
 
@@ -38,10 +38,11 @@ def show(sides: Sequence[Side], slo: Slo, console: Console) -> None:
 def runs(shown: Sequence[Shown]) -> Table:
     """Returns a table with a line for each run."""
     table = Table(caption=overview.CAPTION, caption_justify="left")
-    for index in COLUMNS_OF_RUNS:
-        table.add_column(overview.HEADINGS[index], justify="right" if index else "left")
+    places = [place for place in overview.columns(shown) if place not in LEFT_OUT]
+    for place in places:
+        table.add_column(overview.HEADINGS[place], justify="right" if place else "left", overflow="fold")
     for row in overview.rows(shown):
-        table.add_row(*(row[index] for index in COLUMNS_OF_RUNS))
+        table.add_row(*(row[place] for place in places))
     return table
 
 

@@ -194,12 +194,16 @@ def test_the_title_says_what_was_tested(settings: dict[str, Any], title: str) ->
 
 
 def test_a_percentile_is_told_where_there_are_values_enough_for_it() -> None:
-    def column(num: int) -> str:
-        records = [record(index, ttft_s=0.1 + index / 10_000) for index in range(num)]
-        return overview.rows(shown_of([Side("x", (run_of(records),))], Slo()))[0][11]
+    def side(num: int) -> Side:
+        return Side("x", (run_of([record(index, ttft_s=0.1 + index / 10_000) for index in range(num)]),))
 
+    shown = shown_of([side(999), side(1000)], Slo())
     assert overview.HEADINGS[9:12] == ("TTFT p50", "p99", "p99.9")
-    assert (column(999), column(1000)) == ("–", "200")
+    assert [row[11] for row in overview.rows(shown)] == ["–", "200"]
+    assert 11 in overview.columns(shown)
+    few = page([side(20)], Slo())
+    assert '<th scope="col">p99</th>' in few
+    assert '<th scope="col">TTFT p50</th><th scope="col">p99</th><th scope="col">TPOT p50</th>' in few
 
 
 def test_a_late_generators_figures_are_said_to_be_worth_nothing() -> None:
@@ -370,7 +374,7 @@ def test_the_terminal_shows_the_same_figures(sides: list[Side]) -> None:
     text = shown(sides)
     for row in overview.rows(shown_of(sides, SLO)):
         assert row[0] in text
-        assert row[-1] in text
+        assert row[-2] in text, "p99 of E2E"
     for words in overview.verdicts(shown_of(sides, SLO), SLO):
         assert words in text
 
