@@ -42,7 +42,7 @@ WARMUP_SHARE = 0.1
 FILE_WIDTH = 160
 """The characters in a line of a table that does not go to a terminal."""
 FOUND_NOTHING = 1
-"""The exit status when no rate, or no size, meets the target."""
+"""The exit status when no rate, or no size, meets the target, or no request was answered."""
 
 
 What = Literal["run", "compare", "knee", "size", "fit", "check"]
@@ -152,7 +152,9 @@ Study = Callable[[Plan, tuple[Path, ...], str, Console], Found]
 
 def _run(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
     result = simulate(plan)
-    return result.as_plain(), [(_headline(result), tables.latency_rows(result))], 0
+    is_answered = result.figures.outcomes["done"] > 0
+    title = _headline(result) + ("" if is_answered else "; no request was answered")
+    return result.as_plain(), [(title, tables.latency_rows(result))], 0 if is_answered else FOUND_NOTHING
 
 
 def _compare(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:

@@ -59,8 +59,12 @@ def size_rows(results: Sequence[Result]) -> Rows:
 
 
 def compared_rows(compared: Sequence[Compared]) -> Rows:
-    rows = [[one.what, number(one.measured), number(one.predicted), f"{one.error * 100:+.1f} %"] for one in compared]
+    rows = [[one.what, number(one.measured), number(one.predicted), _error(one.error)] for one in compared]
     return ["", "measured", "predicted", "error"], rows
+
+
+def _error(value: float | None) -> str:
+    return "–" if value is None else f"{value * 100:+.1f} %"
 
 
 _HEADS = [

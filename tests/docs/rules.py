@@ -43,6 +43,7 @@ SMALLER = {
         "--max-runs": "1",
         "--max-prompt": "99",
         "--max-answer": "9",
+        "--arrivals": "constant",
     },
     ("loadtest", "--trace"): {"--requests": "2", "--max-answer": "9"},
     ("loadtest", "compare"): {},

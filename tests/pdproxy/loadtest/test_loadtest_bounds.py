@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pdproxy.loadtest.latency import Distribution
+from pdproxy.loadtest.live import WINDOW_S, Live
 from pdproxy.loadtest.log_histogram import LogHistogram
 from pdproxy.loadtest.record import GeneratorHealth, Record, Run
 from pdproxy.loadtest.report import overview
@@ -138,6 +140,30 @@ def test_any_runs_have_a_page_and_a_verdict(seeds: list[int], target: str) -> No
     said = list(overview.verdicts(shown_of(sides, slo), slo))
     assert len(said) in ((len(sides), len(sides) + 1) if slo.objectives else (0,))
     assert all(words in page(sides, slo).replace("&lt;", "<") for words in said)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32))
+def test_live_rates_are_those_of_the_last_seconds(seed: int) -> None:
+    note(f"seed {seed}")
+    dice = random.Random(seed)
+    now_s, ended = 0.0, list[Record]()
+    live, under_way, sent = Live(lambda: now_s), list[Record](), list[float]()
+    for index in range(dice.randrange(1, 60)):
+        now_s += dice.choice((0.0, 0.01, 1.0, 4.0))
+        if under_way and dice.random() < 0.5:
+            ended.append(structs.replace(under_way.pop(), done_s=now_s))
+            live.ended(ended[-1])
+        else:
+            sent.append(now_s)
+            under_way.append(dice.choice((record, failed, left))(index, due_s=now_s))
+            live.sent(now_s)
+        found, window_s = live.progress(), max(1e-9, min(WINDOW_S, now_s))
+        assert found.num_open == found.num_sent - found.num_ended == len(under_way)
+        assert found.num_failed + found.num_aborted <= found.num_ended <= found.num_sent
+        assert found.sent_per_s * window_s == pytest.approx(sum(at_s >= now_s - WINDOW_S for at_s in sent))
+        assert found.ended_per_s * window_s == pytest.approx(sum(one.done_s >= now_s - WINDOW_S for one in ended))
+        assert (found.ttft_p50_s or 0.0) <= (found.ttft_p95_s or 0.0)
 
 
 @settings(max_examples=100, deadline=None)

@@ -67,6 +67,12 @@ def test_a_target_is_judged() -> None:
     assert told["good_share"] == 0.0
 
 
+def test_a_simulation_without_one_answer_fails() -> None:
+    result = invoke(*SMALL, "--requests", "20", "--patience-s", "0.001")
+    assert result.exit_code == 1
+    assert "no request was answered" in " ".join(result.stdout.split())
+
+
 def test_policies_are_compared() -> None:
     told = found("compare", *SMALL, "--policies", "round_robin,power_of_two")
     assert list(told["policies"]) == ["round_robin", "power_of_two"]
