@@ -58,6 +58,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     num_ok: int
     num_good: int
     """Counts the whole answers that were within every limit of the target; without a target, all of them."""
+    num_at_once: int
+    """Counts the streamed answers of two tokens or more that one read of the socket brought whole. Their time per token
+    is 0, and tells nothing of the engine."""
     num_failed: int
     num_aborted: int
     """Counts the requests whose client left on purpose."""
@@ -126,6 +129,7 @@ def summarize(run: Run, slo: Slo) -> Summary:
         num_requests=len(records),
         num_ok=len(ok),
         num_good=num_good,
+        num_at_once=sum(record.tpot_s == 0 for record in ok),
         num_failed=len(failed),
         num_aborted=sum(bool(record.aborted) and not record.error for record in records),
         num_interrupted=sum(record.error == INTERRUPTED for record in records),

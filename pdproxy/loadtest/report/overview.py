@@ -136,6 +136,10 @@ def notes(shown: Sequence[Shown], sides: Sequence[Side]) -> Iterator[str]:
     yield from _answers(sides)
     yield from _differences(sides)
     for one in shown:
+        if one.summary.num_at_once:
+            of = f"{one.summary.num_at_once:,} of {one.summary.num_ok:,} answers"
+            yield f"{one.label}: {of} came whole at once, so that their TPOT is 0 and tells nothing of the engine"
+    for one in shown:
         if one.summary.cached_share:
             yield f"{one.label}: {share(one.summary.cached_share)} of the prompts' tokens were in the engine's cache"
 

@@ -91,6 +91,7 @@ def test_no_figure_is_out_of_bounds_whatever_the_run_was_like(seed: int, target:
 
 def check_counts(found: Summary) -> None:
     assert 0 <= found.num_good <= found.num_ok <= found.num_requests
+    assert 0 <= found.num_at_once <= found.latencies["tpot"].count
     ended = (found.num_ok, found.num_failed, found.num_aborted, found.num_interrupted)
     assert sum(ended) == found.num_requests
     assert sum(found.errors.values()) == found.num_failed

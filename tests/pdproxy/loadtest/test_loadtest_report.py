@@ -237,6 +237,14 @@ def test_where_the_prefill_of_one_engine_alone_is_to_be_found() -> None:
     assert said == "x: 2 answers are of one engine alone: their prefill is in the handover's time"
 
 
+def test_answers_that_came_whole_at_once_are_told() -> None:
+    run = run_of([record(0), record(1, tpot_s=0.0), plain(2, done_s=3.0)])
+    assert notes(Side("x", (run,))) == [
+        "x: 1 of 3 answers came whole at once, so that their TPOT is 0 and tells nothing of the engine"
+    ]
+    assert notes(Side("x", (run_of([record(0)]),))) == []
+
+
 def test_the_warm_up_is_drawn_as_such() -> None:
     def shaded(side: Side) -> int:
         return sum(one.get("class") == "bar warmup" for svg in svgs(page([side], SLO)) for one in svg.iter())
