@@ -1,6 +1,7 @@
 """LastMinute tells of the last minute from counters that are kept anyway, so that nothing is counted only for viewers.
 
-The numbers of a moment between two looks are taken from a straight line between them.
+The numbers of a moment between two looks are taken from a straight line between them. Where nobody looked for longer
+than that can be said of, the history has a gap: what ended meanwhile is known, and not in which second.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 WINDOW_S = 60.0
+UNSEEN_S = 3.0
+"""The most seconds between two looks of which the history is told second by second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,26 +61,31 @@ class LastMinute:
 
         They are ``window_s`` (how many seconds of the minute are known), ``ended`` in it by outcome, ``per_s``,
         ``phase_s`` per request that ended, and a history: ``all`` and ``failed`` in each of the last whole seconds that
-        are known.
+        are known; None for seconds in which nobody looked.
         """
         last = self._looks[-1]
         first = self._at(max(last.at - WINDOW_S, self._looks[0].at))
         window_s, num_ended = last.at - first.at, last.num_ended - first.num_ended
         return {
-            "window_s": round(window_s),
+            "window_s": max(1, round(window_s)) if window_s else 0,
             "per_s": round(num_ended / window_s, 2) if window_s else 0.0,
             "ended": {name: round(num) for name, num in _since(first.ended, last.ended).items()},
             "phase_s": _each(_since(first.phase_s, last.phase_s), num_ended),
             **self._history(),
         }
 
-    def _history(self) -> dict[str, list[float]]:
+    def _history(self) -> dict[str, list[float | None]]:
         end = math.floor(self._looks[-1].at)
         begin = max(math.ceil(self._looks[0].at), end - int(WINDOW_S))
         pairs = list(pairwise(self._at(float(second)) for second in range(begin, end + 1)))
+        gaps = [(one.at, other.at) for one, other in pairwise(self._looks) if other.at - one.at > UNSEEN_S]
+        is_seen = [all(after.at <= left or back <= before.at for left, back in gaps) for before, after in pairs]
+        told = list(zip(pairs, is_seen, strict=True))
         return {
-            "all": [round(after.num_ended - before.num_ended, 1) for before, after in pairs],
-            "failed": [round(after.num_failed - before.num_failed, 1) for before, after in pairs],
+            "all": [round(after.num_ended - before.num_ended, 1) if seen else None for (before, after), seen in told],
+            "failed": [
+                round(after.num_failed - before.num_failed, 1) if seen else None for (before, after), seen in told
+            ],
         }
 
     def _at(self, at: float) -> Counts:

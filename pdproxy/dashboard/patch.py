@@ -8,7 +8,7 @@ from typing import Any
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Returns what to merge into `before` to get `after`; empty where they are equal. None stands for what is gone, so
-    that `after` must not have any itself. Lists are replaced as a whole."""
+    that no member of `after` may be None itself. Lists are replaced as a whole, whatever is in them."""
     patch: dict[str, Any] = {}
     for name, value in after.items():
         known = before.get(name)

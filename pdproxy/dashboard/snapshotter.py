@@ -63,7 +63,7 @@ class Snapshotter:
 
     def take(self) -> dict[str, Any]:
         """Returns ``proxy``, ``fleet`` (one card per instance, by key), ``flow`` and ``slow``: plain JSON, without any
-        null."""
+        null but those in the lists of the history."""
         records = self._orchestrator.records()
         return {
             "proxy": self._proxy(),

@@ -40,6 +40,8 @@ from transfer.descriptors import raise_limit
 app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 DISTRUSTED = 3
 """The exit status when the generator was late, so that its figures are not to be quoted."""
+UNANSWERED = 4
+"""The exit status when no request that counts was answered to its end."""
 FORESEEN = (LoadTestError, RunFileError, LaunchError, OSError)
 FILE_WIDTH = 160
 EXTRA = 'JSON object with further members of every request; null removes one of {"temperature": 0, "ignore_eos": true}'
@@ -103,7 +105,7 @@ def run_test(
     """Ask, measure, and write it down: every request, the figures, and a page with pictures.
 
     Latencies count from when a request was due. Ctrl-C ends it, and what was measured is written. Exit status 3: the
-    generator was late, so that its figures are not to be quoted.
+    generator was late, so that its figures are not to be quoted. Exit status 4: no request was answered.
     """
     console = Console(stderr=True)
     with _told(console):
@@ -197,6 +199,11 @@ def _run(plan: Plan, console: Console) -> int:
             console.print(f"wrote {plan.folder}/", highlight=False, markup=False, soft_wrap=True)
     if outcome.signum is not None:
         return 128 + outcome.signum
+    records = [record for run in outcome.side.runs for record in run.measured]
+    if not any(record.is_ok or record.aborted for record in records):
+        why = f"none of the {len(records):,} requests was answered" if records else "no request came after the warm-up"
+        console.print(f"loadtest: {why}, so that nothing was measured", style="red", highlight=False)
+        return UNANSWERED
     return 0 if all(run.health.is_trusted for run in outcome.side.runs) else DISTRUSTED
 
 

@@ -21,7 +21,7 @@ from pdproxy.loadtest.local_cluster import ClusterOptions, LocalCluster, plan_cl
 from pdproxy.loadtest.record import Run
 from pdproxy.loadtest.report.files import write_all
 from pdproxy.loadtest.report.sides import SUFFIX, Side
-from pdproxy.loadtest.report.words import milliseconds
+from pdproxy.loadtest.report.words import late_words, milliseconds
 from pdproxy.loadtest.report.words import rate as per_s
 from pdproxy.loadtest.slo import Slo
 from pdproxy.loadtest.stopping import Stop, Stopped, stoppable, unless_stopped
@@ -167,11 +167,11 @@ class _Measure:
 
     def tell_step(self, step: Step) -> None:
         found = "; ".join(
-            f"{one.objective}: {'met' if one.is_met else 'missed'}"
+            f"{one.objective}: {'met' if one.is_met else 'missed' if one.is_judged else 'not judged'}"
             + ("" if one.value is None else f" with {one.value:.4g}")
-            for one in self._plan.slo.judge(step.run.measured)
+            for one in self._plan.slo.judge(step.run.measured, step.run.health)
         )
-        late = "" if step.is_known else "; the generator was late every time"
+        late = "" if step.is_known else f"; {late_words(step.run.health)}, every time"
         words = f"{per_s(step.rate)} requests/s: {found}{late}"
         self._console.print(words, highlight=False, markup=False, soft_wrap=True)
 
@@ -198,6 +198,7 @@ def _tell_end(steps: list[Step], plan: Plan, console: Console) -> None:
     """Says why the sweep found no higher rate, where the service is not the reason."""
     assert plan.search is not None
     if any(step.rate == plan.search.broken and not step.is_known for step in steps):
-        console.print("the generator was late: what it found is a lower bound", style="yellow")
+        words = f"{per_s(plan.search.broken)} requests/s was not judged, so that what was found is a lower bound"
+        console.print(words, style="yellow", highlight=False)
     elif plan.search.broken is None and steps:
         console.print(f"the target was met at every rate up to {per_s(steps[-1].rate)}", highlight=False)

@@ -98,6 +98,7 @@ class _Test:
         async with beside(*works):
             is_interrupted = await _is_stopped(self._load.run(), stop)
             self._wall_s = self._clock.now_s()
+            self._meter.stop()
         await _is_stopped(self._watch.look(), stop)
         tell(self._live.progress())
         return is_interrupted

@@ -27,7 +27,7 @@ _YOUNG = (20_000, 20, 1_000_000)
 class Meter:
     """Meter measures how well the generator keeps up.
 
-    Mutable state: how late each request was sent, how late each pulse was; the CPU time at the start.
+    Mutable state: how late each request was sent, how late each pulse was; the CPU time at the start and at the end.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -35,10 +35,16 @@ class Meter:
         self._late = array("d")
         self._lags = array("d")
         self._cpu_s = time.process_time()
+        self._cpu_end_s: float | None = None
 
     def start(self) -> None:
         """Starts to count the CPU time; call it together with the clock's `start`."""
         self._cpu_s = time.process_time()
+
+    def stop(self) -> None:
+        """Ends the count of the CPU time; call it when the time that is measured ends. What is computed afterwards is
+        no part of the load."""
+        self._cpu_end_s = time.process_time()
 
     def sent(self, late_s: float) -> None:
         self._late.append(late_s)
@@ -53,8 +59,9 @@ class Meter:
 
     def health(self, wall_s: float, limit_s: float = LATE_LIMIT_S) -> GeneratorHealth:
         late, lags = sorted(self._late), sorted(self._lags)
+        cpu_end_s = time.process_time() if self._cpu_end_s is None else self._cpu_end_s
         return GeneratorHealth(
-            cpu_share=(time.process_time() - self._cpu_s) / wall_s if wall_s > 0 else 0.0,
+            cpu_share=(cpu_end_s - self._cpu_s) / wall_s if wall_s > 0 else 0.0,
             late_p50_s=_percentile(late, 50),
             late_p99_s=_percentile(late, 99),
             late_max_s=_percentile(late, 100),

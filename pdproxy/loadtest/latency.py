@@ -40,7 +40,15 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 COLUMNS = {"mean": "mean", "p50": "p50", "p90": "p90", "p95": "p95", "p99": "p99", "p999": "p99.9", "max": "max"}
 """The titles of a `Distribution`'s members in tables."""
+ENOUGH = {"p999": 1000}
+"""The least number of values for which a percentile is told; with fewer, it is nothing but the largest of them."""
 _PERCENTS = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p999": 99.9}
+
+
+def told_of(found: Distribution, column: str) -> float | None:
+    """Returns one of `COLUMNS` in seconds; it is None where there are too few values for it."""
+    value: float | None = getattr(found, column)
+    return value if found.count >= ENOUGH.get(column, 1) else None
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float | None:
@@ -74,14 +82,16 @@ def is_failed(record: Record) -> bool:
     return bool(record.error) and record.error != INTERRUPTED
 
 
-def seconds_of(records: Iterable[Record], metric: str) -> Iterator[float]:
+def seconds_of(records: Iterable[Record], metric: str, delay_s: float = 0.0) -> Iterator[float]:
     """Yields the seconds of ``ttft``, ``tpot`` or ``e2e`` for those records which have one. Whole answers count; for
-    TTFT, answers that the client left later on count too."""
+    TTFT, answers that the client left later on count too. `delay_s` is added to the whole of each latency; of that,
+    each token after the first has its part."""
     for record in records:
         if not record.error and (not record.aborted or metric == "ttft"):
             seconds = seconds_of_one(record, metric)
             if seconds is not None:
-                yield seconds
+                num_parts = (record.answer_tokens or 2) - 1 if metric == "tpot" else 1
+                yield seconds + delay_s / num_parts
 
 
 def seconds_of_one(record: Record, metric: str) -> float | None:

@@ -184,6 +184,11 @@ class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True, tag_field="type
     def is_trusted(self) -> bool:
         return self.late_p99_s <= self.limit_s and self.lag_p99_s <= self.limit_s
 
+    @property
+    def delay_s(self) -> float:
+        """Returns the seconds by which the generator was late, sends and reads together (99th percentiles)."""
+        return self.late_p99_s + self.lag_p99_s
+
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
     """Head is the first line of a run's file."""

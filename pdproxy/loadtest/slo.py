@@ -3,6 +3,10 @@
 
 A request that failed counts as one that took for ever: a service does not get faster by refusing. A request that the
 client left on purpose is judged by what it had come to, and one that the generator cut off is not judged.
+
+Where the generator was late, its own lateness is in the latencies. Then an objective is met where the value together
+with that lateness is within the limit, and missed where the value is beyond the limit by more than the lateness can
+explain. Between the two nothing is known of the service, and the objective is not judged.
 """
 
 from __future__ import annotations
@@ -17,9 +21,12 @@ import msgspec
 
 from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.latency import INTERRUPTED, TITLES, gaps_of, is_failed, percentile, seconds_of, seconds_of_one
-from pdproxy.loadtest.record import Record
+from pdproxy.loadtest.record import GeneratorHealth, Record
 
 ERRORS = "errors"
+FROM_DUE = ("ttft", "e2e")
+"""The latencies that count from when a request was due, so that what was sent late is in them. The others can only be
+wrong by how late the generator read."""
 _LATENCY = re.compile(r"(\w+):p(\d+(?:\.\d+)?)<(\d+(?:\.\d+)?)(ms|s)?")
 _ERRORS = re.compile(r"errors<(\d+(?:\.\d+)?)(%)?")
 
@@ -42,16 +49,17 @@ class Objective:
             return f"errors < {self.limit:.3g}"
         return f"{self.metric.upper()} p{self.percent:g} < {self.limit:g} s"
 
-    def value(self, records: Sequence[Record]) -> float | None:
+    def value(self, records: Sequence[Record], delay_s: float = 0.0) -> float | None:
         """Returns the value to compare with the limit; infinite where too many failed; None where there is nothing to
-        judge."""
+        judge. It is as if each latency had been `delay_s` longer."""
         if self.metric == ERRORS:
             judged = [record for record in records if record.error != INTERRUPTED]
             return sum(map(is_failed, judged)) / len(judged) if judged else None
         asked = [record for record in records if record.is_stream or self.metric == "e2e"]
         if self.metric == "itl":
-            return self._gap(asked)
-        seconds = [*seconds_of(asked, self.metric), *(math.inf for _ in filter(is_failed, asked))]
+            gap_s = self._gap(asked)
+            return None if gap_s is None else gap_s + delay_s
+        seconds = [*seconds_of(asked, self.metric, delay_s), *(math.inf for _ in filter(is_failed, asked))]
         return percentile(sorted(seconds), self.percent)
 
     def _gap(self, asked: Sequence[Record]) -> float | None:
@@ -84,6 +92,15 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     value: float | None
     """Holds the value measured; None where more failed than the percentile leaves room for, or nothing was measured."""
     is_met: bool
+    is_judged: bool = True
+    """False where the generator was too late to tell whether the objective was met; then `is_met` is False as well."""
+
+
+def all_met(judgements: Sequence[Judgement]) -> bool | None:
+    """Tells whether all objectives were met; None where there are none, or where that is not known."""
+    if any(one.is_judged and not one.is_met for one in judgements):
+        return False
+    return True if judgements and all(one.is_met for one in judgements) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +118,11 @@ class Slo:
     def __str__(self) -> str:
         return ", ".join(map(str, self.objectives))
 
-    def judge(self, records: Sequence[Record]) -> list[Judgement]:
-        return [_judgement(objective, objective.value(records)) for objective in self.objectives]
+    def judge(self, records: Sequence[Record], health: GeneratorHealth | None = None) -> list[Judgement]:
+        """Returns what each objective comes to. `health` is that of the generator that measured the records; None means
+        that it was in time."""
+        late = None if health is None or health.is_trusted else health
+        return [_judgement(objective, records, late) for objective in self.objectives]
 
     def is_met_by(self, record: Record) -> bool | None:
         """Tells whether a request counts as good; None where it is not to be judged: its client left, or it was cut
@@ -131,12 +151,22 @@ def _objective(part: str) -> Objective:
     return objective
 
 
-def _judgement(objective: Objective, value: float | None) -> Judgement:
+def _judgement(objective: Objective, records: Sequence[Record], late: GeneratorHealth | None) -> Judgement:
+    """Returns what an objective comes to in records of a generator which was `late`, or in time."""
+    value = objective.value(records)
+    delay_s = most_delay_s = 0.0
+    if late is not None and objective.metric != ERRORS:
+        delay_s, most_delay_s = late.lag_p99_s, late.lag_max_s
+        if objective.metric in FROM_DUE:
+            delay_s, most_delay_s = delay_s + late.late_p99_s, most_delay_s + late.late_max_s
+    at_most, at_least = objective.value(records, delay_s), objective.value(records, -most_delay_s)
+    is_met = at_most is not None and at_most < objective.limit
     return Judgement(
         objective=str(objective),
         metric=objective.metric,
         percent=objective.percent,
         limit=objective.limit,
         value=value if value is not None and math.isfinite(value) else None,
-        is_met=value is not None and value < objective.limit,
+        is_met=is_met,
+        is_judged=is_met or at_least is None or at_least >= objective.limit,
     )

@@ -12,7 +12,7 @@ import msgspec
 from pdproxy.loadtest.headers import PHASES
 from pdproxy.loadtest.latency import INTERRUPTED, TITLES, Distribution, distribution, distribution_of, is_failed
 from pdproxy.loadtest.record import Event, GeneratorHealth, Record, Run, Setting
-from pdproxy.loadtest.slo import Judgement, Slo
+from pdproxy.loadtest.slo import Judgement, Slo, all_met
 
 PROXY_PHASES = PHASES
 """The proxy's phases in order; ``first_byte`` is from the handover to the decoder to its first byte."""
@@ -35,7 +35,12 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary holds one run's figures. Warm-up does not count. Rates are per second, latencies in seconds."""
+    """Summary holds one run's figures. Warm-up does not count. Rates are per second, latencies in seconds.
+
+    What was answered, and what was good, is divided by the same seconds (`measured_s`), and what was asked by no more
+    of them (`asked_s`). So good requests per second are never more than whole answers, nor these more than what was
+    asked.
+    """
 
     target: str
     model: str
@@ -51,6 +56,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     num_requests: int
     num_ok: int
+    num_good: int
+    """Counts the whole answers that were within every limit of the target; without a target, all of them."""
+    num_at_once: int
+    """Counts the streamed answers of two tokens or more that one read of the socket brought whole. Their time per token
+    is 0, and tells nothing of the engine."""
     num_failed: int
     num_aborted: int
     """Counts the requests whose client left on purpose."""
@@ -58,8 +68,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[str, int]
     """Counts the failures by their code, the most frequent first."""
 
+    asked_s: float | None
+    """Holds the seconds of the schedule in which the requests were due."""
     offered_rps: float | None
-    """Holds the requests due per second, from the first to the last."""
+    """Holds the requests due per second, over `asked_s`."""
     throughput_rps: float
     """Holds the whole answers per second, until the last one had come."""
     prompt_tps: float
@@ -84,12 +96,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     slo: list[Judgement]
     is_slo_met: bool | None
-    """True where the target was met; None where no target was given."""
+    """True where the target was met; None where no target was given, or where it is not judged."""
+    is_slo_judged: bool
+    """False where the generator was too late to tell whether the target was met."""
     good_share: float | None
     """Holds the share of good requests among those that can be judged; good ones were answered within every limit of
     the target."""
     goodput_rps: float | None
-    """Holds the good requests per second: the good share of what was offered."""
+    """Holds the good requests per second, until the last answer had come."""
 
 
 def summarize(run: Run, slo: Slo) -> Summary:
@@ -97,8 +111,9 @@ def summarize(run: Run, slo: Slo) -> Summary:
     records = run.measured
     ok = [record for record in records if record.is_ok]
     failed = [record for record in records if is_failed(record)]
-    offered, good = offered_rps(records), good_share(records, slo)
-    judgements = slo.judge(records)
+    num_good, num_judged = good_of(records, slo)
+    judgements = slo.judge(records, run.health)
+    is_met = all_met(judgements)
     per_s = 1 / run.measured_s if run.measured_s > 0 else 0.0
     return Summary(
         target=run.head.target,
@@ -113,11 +128,14 @@ def summarize(run: Run, slo: Slo) -> Summary:
         is_trusted=run.health.is_trusted,
         num_requests=len(records),
         num_ok=len(ok),
+        num_good=num_good,
+        num_at_once=sum(record.tpot_s == 0 for record in ok),
         num_failed=len(failed),
         num_aborted=sum(bool(record.aborted) and not record.error for record in records),
         num_interrupted=sum(record.error == INTERRUPTED for record in records),
         errors=_counts(failed, lambda record: record.error),
-        offered_rps=offered,
+        asked_s=asked_s(run),
+        offered_rps=offered_rps(run),
         throughput_rps=len(ok) * per_s,
         prompt_tps=sum(record.prompt_tokens or 0 for record in ok) * per_s,
         answer_tps=sum(record.answer_tokens or 0 for record in ok) * per_s,
@@ -132,24 +150,49 @@ def summarize(run: Run, slo: Slo) -> Summary:
         decoders=_counts(ok, lambda record: record.decoder),
         stretches=list(_stretches(run)),
         slo=judgements,
-        is_slo_met=all(one.is_met for one in judgements) if judgements else None,
-        good_share=good,
-        goodput_rps=None if good is None or offered is None else good * offered,
+        is_slo_met=is_met,
+        is_slo_judged=is_met is not None or not judgements,
+        good_share=num_good / num_judged if num_judged else None,
+        goodput_rps=num_good * per_s if num_judged else None,
     )
 
 
-def offered_rps(records: Sequence[Record]) -> float | None:
-    """Returns the requests due per second, or None where there are too few to tell."""
-    dues = [record.due_s for record in records]
-    span_s = max(dues) - min(dues) if dues else 0.0
-    return (len(dues) - 1) / span_s if span_s > 0 else None
+def offered_rps(run: Run) -> float | None:
+    """Returns the requests due per second, or None where there were none."""
+    seconds = asked_s(run)
+    return len(run.measured) / seconds if seconds else None
 
 
-def good_share(records: Sequence[Record], slo: Slo) -> float | None:
-    """Returns the share of good requests, or None where there is nothing to judge. Without a target, every whole answer
-    is good."""
+def asked_s(run: Run) -> float | None:
+    """Returns the seconds, not more than were measured, in which the requests that count were due. It is None where
+    there were none."""
+    dues = [record.due_s for record in run.measured]
+    if not dues or run.measured_s <= 0:
+        return None
+    return min(run.measured_s, _scheduled_s(run) or _spanned_s(dues, run.head.warmup_s) or run.measured_s)
+
+
+def _scheduled_s(run: Run) -> float | None:
+    """Returns the seconds of the schedule that count, or None where something other than time ended it."""
+    settings = run.head.settings
+    ends_s = settings.get("duration_s")
+    if not isinstance(ends_s, int | float) or settings.get("num_requests") or settings.get("arrivals") == "trace":
+        return None
+    return max(0.0, ends_s - run.head.warmup_s)
+
+
+def _spanned_s(dues: Sequence[float], begin_s: float) -> float:
+    """Returns the seconds up to the last request, or from the first to the last and a mean gap more, where that is
+    longer: requests that are a second apart take a second each."""
+    first_s, last_s, num = min(dues), max(dues), len(dues)
+    return max(last_s - begin_s, (last_s - first_s) * num / (num - 1) if num > 1 else 0.0)
+
+
+def good_of(records: Sequence[Record], slo: Slo) -> tuple[int, int]:
+    """Returns how many requests were good, and of how many that can be judged. Without a target, every whole answer is
+    good."""
     judged = [is_good for is_good in map(slo.is_met_by, records) if is_good is not None]
-    return sum(judged) / len(judged) if judged else None
+    return sum(judged), len(judged)
 
 
 def phases_of(records: Sequence[Record]) -> dict[str, Distribution]:
@@ -199,9 +242,11 @@ def _stretches(run: Run) -> Iterator[Stretch]:
 
 
 def _cached_share(records: Sequence[Record]) -> float | None:
-    telling = [record for record in records if record.cached_tokens is not None and record.prompt_tokens]
-    asked = sum(record.prompt_tokens or 0 for record in telling)
-    return sum(record.cached_tokens or 0 for record in telling) / asked if asked else None
+    """Returns the share of the prompts' tokens that the engine had kept. An engine that says that it had kept more of a
+    prompt than there is of it had kept all of it."""
+    told = [(one.cached_tokens, one.prompt_tokens) for one in records if one.cached_tokens is not None]
+    pairs = [(min(cached, prompt), prompt) for cached, prompt in told if prompt]
+    return sum(cached for cached, _ in pairs) / sum(prompt for _, prompt in pairs) if pairs else None
 
 
 def _counts(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, int]:

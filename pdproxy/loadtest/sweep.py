@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.record import Run
-from pdproxy.loadtest.slo import ERRORS, Slo
+from pdproxy.loadtest.slo import Slo, all_met
 from pdproxy.loadtest.workload import Workload
 
 LOWEST = 1 / 64
 """The lowest rate that a sweep looks at, as a share of the first rate."""
 MOST_TRIES = 3
-"""The most times that a sweep measures one rate: a run in which the generator was late tells nothing about the rate."""
+"""The most times that a sweep measures one rate: a run in which the generator was too late tells nothing about the
+rate."""
 
 
 @dataclass(slots=True)
@@ -86,7 +87,8 @@ Tell = Callable[[Step], None]
 async def sweep(search: Search, workload: Workload, slo: Slo, measure: Measure, tell: Tell) -> list[Step]:
     """Makes a sweep and returns its steps. Each rate is measured when the answers of the one before have all come. A
     rate at which the generator was late, by as much as matters, is measured again. If that is so every time, the rate
-    counts as one that does not meet the target. A run that was stopped ends the sweep early, and is the last one.
+    is not judged, and the search goes on below it: what it finds is a lower bound. A run that was stopped ends the
+    sweep early, and is the last one.
 
     `tell` is told of each step as it ends. Raises `LoadTestError` where nothing is asked of the target.
     """
@@ -94,12 +96,12 @@ async def sweep(search: Search, workload: Workload, slo: Slo, measure: Measure, 
     steps: list[Step] = []
     while (rate := search.next_rate()) is not None:
         run = await _in_time(measure, workload, rate, slo)
-        is_met = run.health.is_trusted and all(one.is_met for one in slo.judge(run.measured))
-        steps.append(Step(rate, run, is_met, _is_known(run, slo)))
+        verdict = _verdict(run, slo)
+        steps.append(Step(rate, run, verdict is True, verdict is not None))
         tell(steps[-1])
         if run.head.is_interrupted:
             break
-        search.found(rate, is_met=is_met)
+        search.found(rate, is_met=steps[-1].is_met)
     return steps
 
 
@@ -113,19 +115,14 @@ async def _in_time(measure: Measure, workload: Workload, rate: float, slo: Slo) 
     """Returns the first run of which it is known whether it met the target, else the last one there is."""
     for again in range(MOST_TRIES):
         run = await measure(at_rate(workload, rate, again))
-        if _is_known(run, slo) or run.head.is_interrupted:
+        if _verdict(run, slo) is not None or run.head.is_interrupted:
             break
     return run
 
 
-def _is_known(run: Run, slo: Slo) -> bool:
-    """Tells whether it is known if the run met the target. A generator that was late makes latencies longer by as much
-    at most: beyond that it is the service that missed the target."""
-    late_s = run.health.late_max_s + run.health.lag_max_s
-    values = ((one, one.value(run.measured)) for one in slo.objectives)
-    return run.health.is_trusted or any(
-        value is not None and value > one.limit + (0.0 if one.metric == ERRORS else late_s) for one, value in values
-    )
+def _verdict(run: Run, slo: Slo) -> bool | None:
+    """Tells whether the run met the target; None where the generator was too late to tell."""
+    return all_met(slo.judge(run.measured, run.health))
 
 
 def at_rate(workload: Workload, rate: float, again: int = 0) -> Workload:

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,16 +39,19 @@ from transfer.errors import TransferError
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 WARMUP_SHARE = 0.1
+FILE_WIDTH = 160
+"""The characters in a line of a table that does not go to a terminal."""
 FOUND_NOTHING = 1
-"""The exit status when no rate, or no size, meets the target."""
+"""The exit status when no rate, or no size, meets the target, or no request was answered."""
 
 
 What = Literal["run", "compare", "knee", "size", "fit", "check"]
 SPEED = "The engines' speed"
 QUESTION = (
     "Question to answer. run: one simulation (the default); compare: several policies; knee: the highest rate that "
-    "meets --slo; size: the fewest instances that meet it; fit: the engines' speed, from load tests; check: these load "
-    "tests, predicted again"
+    "meets --slo, or, without it, at which TTFT and TPOT (p95) are within twice those of the unloaded fleet; size: the "
+    "fewest instances that meet --slo; fit: the engines' speed, from load tests; check: these load tests, predicted "
+    "again"
 )
 Plain = dict[str, Any]
 
@@ -130,7 +134,7 @@ def main(
         found, shown, status = study(plan, tuple(files or ()), policies, told)
         if json_file is not None:
             _write(json_file, found)
-    figures = told if str(json_file) == "-" else Console()
+    figures = _paper(is_stderr=str(json_file) == "-")
     for title, table in shown:
         if as_markdown:
             sys.stdout.write(f"{title}\n\n{tables.markdown(table)}\n")
@@ -148,31 +152,36 @@ Study = Callable[[Plan, tuple[Path, ...], str, Console], Found]
 
 def _run(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
     result = simulate(plan)
-    return result.as_plain(), [(_headline(result), tables.latency_rows(result))], 0
+    is_answered = result.figures.outcomes["done"] > 0
+    title = _headline(result) + ("" if is_answered else "; no request was answered")
+    return result.as_plain(), [(title, tables.latency_rows(result))], 0 if is_answered else FOUND_NOTHING
 
 
 def _compare(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
     pairs = read_pairs(policies)
-    found = compare(plan, pairs, lambda name, result: told.print(f"{name}: {_headline(result)}", highlight=False))
+    found = compare(plan, pairs, partial(_tell, told))
     plain = {str(pair): result.as_plain() for pair, result in found}
     title = f"Policies, {plan.name} at {plan.traffic.rate:.4g} requests/s, seed {plan.seed}"
     return _summed(plan, [result for _, result in found]) | {"policies": plain}, [(title, tables.policy_rows(found))], 0
 
 
 def _knee(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
-    knee = find_knee(plan, lambda name, result: told.print(f"{name}: {_headline(result)}", highlight=False))
+    knee = find_knee(plan, partial(_tell, told))
     plain = _summed(plan, knee.results) | {
         "knee_per_s": knee.rate,
         "slo": str(knee.slo),
+        "target": knee.target,
         "rates": [result.as_plain() for result in knee.results],
     }
     at = "no rate meets it" if knee.rate is None else f"the knee is at {knee.rate:.4g} requests/s"
-    title = f"{plan.name}, {knee.slo}: {at}"
+    if knee.is_bound and knee.rate is not None:
+        at = f"every rate meets it, up to {knee.rate:.4g} requests/s; the knee lies above"
+    title = f"{plan.name}, {knee.target}: {at}"
     return plain, [(title, tables.rate_rows(knee.results))], FOUND_NOTHING if knee.rate is None else 0
 
 
 def _size(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
-    size = find_size(plan, lambda name, result: told.print(f"{name}: {_headline(result)}", highlight=False))
+    size = find_size(plan, partial(_tell, told))
     best = size.result
     plain = _summed(plan, size.tried) | {
         "prefillers": best.plan.prefillers if best else None,
@@ -225,6 +234,10 @@ def _summed(plan: Plan, results: list[Result]) -> Plain:
     }
 
 
+def _tell(told: Console, name: str, result: Result) -> None:
+    told.print(f"{name}: {_headline(result)}", highlight=False, soft_wrap=True)
+
+
 def _headline(result: Result) -> str:
     figures = result.figures
     ttft = tables.seconds(figures.latencies["ttft"].percentile(50.0))
@@ -258,6 +271,12 @@ def _slo(text: str) -> Slo:
     if any(one.metric == "itl" for one in slo.objectives):
         raise SimulationError("slo: the pieces of a simulated answer are not told apart; use tpot instead of itl")
     return slo
+
+
+def _paper(*, is_stderr: bool) -> Console:
+    """Returns the console for the tables; a file gets lines as wide as the tables, and no figure is cut."""
+    console = Console(stderr=is_stderr)
+    return console if console.is_terminal else Console(stderr=is_stderr, width=FILE_WIDTH)
 
 
 def _write(path: Path, found: Plain) -> None:

@@ -210,9 +210,9 @@ class Compared:
     predicted: float
 
     @property
-    def error(self) -> float:
-        """Returns the error as a share of what was measured."""
-        return (self.predicted - self.measured) / self.measured if self.measured else 0.0
+    def error(self) -> float | None:
+        """Returns the error as a share of what was measured; None where that was 0, of which nothing is a share."""
+        return (self.predicted - self.measured) / self.measured if self.measured else None
 
 
 def predict(run: Run, plan: Plan) -> tuple[Result, list[Compared]]:

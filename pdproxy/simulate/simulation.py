@@ -72,8 +72,8 @@ at twice as many, and so on."""
 class Simulation:
     """Simulation runs one plan.
 
-    Mutable state: figures, how many are under way, when the first and the last request that count were due, and how
-    many whole answers came between.
+    Mutable state: figures, how many are under way, when the first and the last request that count were due, how many
+    whole answers came between, and how busy the instances were until then.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -88,6 +88,7 @@ class Simulation:
         self._last_due = 0.0
         self._num_done = 0
         self._is_counting = False
+        self._busy: dict[str, Any] = {}
 
     async def run(self, began: float) -> Result:
         """Runs the plan and returns the result. `began` is its start by the real clock. Raises `IntegrityError` where
@@ -141,7 +142,7 @@ class Simulation:
             if question is not None:
                 loop.call_at(question.due_s, ask, question)
             else:
-                is_all_asked, self._is_counting = True, False
+                is_all_asked = True
 
         await_next()
         try:
@@ -164,7 +165,6 @@ class Simulation:
                     ended()
                 if plan.traffic.think_s:
                     await asyncio.sleep(plan.traffic.think_s)
-            self._is_counting = False
 
         async with asyncio.TaskGroup() as asking:
             for _ in range(plan.traffic.clients):
@@ -178,6 +178,10 @@ class Simulation:
                 self._first_due = due
                 self._is_counting = True
             self._last_due = due
+        if question.index == self._plan.num_requests - 1:
+            # What happens from now on, while the fleet empties, tells nothing of what it does under this traffic.
+            self._is_counting = False
+            self._busy = self._busy_shares()
         client = SimulatedClient(self._loop, question.group, self._session_header)
         record = RequestRecord(str(question.index), COMPLETIONS, clock=self._loop.time)
         record.received()
@@ -229,34 +233,40 @@ class Simulation:
             offered_per_s=(self.figures.count - 1) / span_s if span_s > 0.0 else None,
             done_per_s=self._num_done / span_s if span_s > 0.0 else None,
             in_flight=self.in_flight,
-            use=self._use(self._last_due),
+            use=self._use(),
             ledger=self._fleet.ledger(),
             stragglers=self._stragglers,
         )
 
-    def _use(self, until_s: float) -> dict[str, Any]:
-        """Returns how busy the instances were while requests came."""
+    def _busy_shares(self) -> dict[str, Any]:
+        """Returns how busy the instances were until now, while requests came."""
+        prefillers, decoders = self._fleet.prefillers.values(), self._fleet.decoders.values()
+        now_s = self._loop.time()
+        busy_s = sum(one.batch.busy_s for one in decoders)
+        return {
+            "prefillers_busy": _shares([one.prompts.busy_s for one in prefillers], now_s),
+            "decoders_busy": _shares([one.batch.busy_s for one in decoders], now_s),
+            "mean_batch": _rounded(sum(one.batch.sequence_s for one in decoders) / busy_s) if busy_s else 0.0,
+        }
+
+    def _use(self) -> dict[str, Any]:
+        """Returns how busy the instances were while requests came, and what they had used in the end."""
         prefillers, decoders = self._fleet.prefillers.values(), self._fleet.decoders.values()
         cached = sum(one.prompts.num_cached_tokens for one in prefillers)
         read = sum(one.prompts.num_read_tokens for one in prefillers)
-        busy_s = sum(one.batch.busy_s for one in decoders)
-        most_pages = max(one.most_pages for one in decoders)
         return {
-            "prefillers_busy": _shares([one.prompts.busy_s for one in prefillers], until_s),
-            "decoders_busy": _shares([one.batch.busy_s for one in decoders], until_s),
-            "mean_batch": _rounded(sum(one.batch.sequence_s for one in decoders) / busy_s) if busy_s else 0.0,
-            "most_pages": most_pages,
+            **self._busy,
+            "most_pages": max(one.most_pages for one in decoders),
             "pd_buffer_pages": self._plan.speed.pd_buffer_pages,
             "cached_share": _rounded(cached / (cached + read)) if cached + read else 0.0,
         }
 
 
-def _shares(busy_s: list[float], until_s: float) -> dict[str, float | None]:
-    """Returns the busy shares of the time until the last request came. Work that was left then counts as well, so a
-    share may be above 1."""
-    if until_s <= 0.0:
+def _shares(busy_s: list[float], of_s: float) -> dict[str, float | None]:
+    """Returns the shares of `of_s` seconds in which the instances were busy."""
+    if of_s <= 0.0:
         return {"mean": None, "least": None, "most": None}
-    shares = [each / until_s for each in busy_s]
+    shares = [each / of_s for each in busy_s]
     return {
         "mean": _rounded(sum(shares) / len(shares)),
         "least": _rounded(min(shares)),

@@ -88,16 +88,30 @@ def compare(plan: Plan, pairs: Sequence[Pair], tell: Told = _nobody) -> list[tup
 @dataclass(frozen=True, slots=True)
 class Knee:
     """Knee is what a search for the highest rate found. `rate` is the highest that was seen to meet `slo`; None where
-    none did. `results` are in the order of their rates."""
+    none did. `results` are in the order of their rates.
+
+    `unloaded` is the result by which a target was made because none was given; None where one was. `is_bound` tells
+    that no rate missed the target, so that the knee lies above `rate`.
+    """
 
     slo: Slo
     rate: float | None
     results: list[Result]
+    unloaded: Result | None = None
+    is_bound: bool = False
+
+    @property
+    def target(self) -> str:
+        """Returns the target in words: where it comes from, if nobody gave it."""
+        if self.unloaded is None:
+            return str(self.slo)
+        at = f"{self.unloaded.plan.traffic.rate:.3g} requests/s, {UNLOADED:.0%} of what it can do at most"
+        return f"{self.slo} (no --slo was given: {WORSE:g} times the p95 of the unloaded fleet, at {at})"
 
 
 def find_knee(plan: Plan, tell: Told = _nobody) -> Knee:
     """Returns the knee. Rates are doubled until the target is missed, and bisected from there. Without a target, one is
-    made from the unloaded fleet's latencies."""
+    made from the unloaded fleet's latencies. Raises `SimulationError` where these are not known."""
     lowest = rate_for(UNLOADED, plan.prefillers, plan.decoders, plan.speed, plan.traffic)
     results: list[Result] = []
 
@@ -107,7 +121,7 @@ def find_knee(plan: Plan, tell: Told = _nobody) -> Knee:
         results.append(result)
         return not result.figures.broken()
 
-    slo = plan.slo
+    slo, unloaded = plan.slo, None
     if not slo.objectives:
         unloaded = simulate(_at(plan, lowest, Slo()))
         tell(f"{lowest:.4g}/s", unloaded)
@@ -115,7 +129,8 @@ def find_knee(plan: Plan, tell: Told = _nobody) -> Knee:
     search = Search(4 * lowest, precision=TOLERANCE)
     while (rate := search.next_rate()) is not None:
         search.found(rate, is_met=is_met(rate, slo))
-    return Knee(slo, search.best, sorted(results, key=lambda result: result.plan.traffic.rate))
+    by_rate = sorted(results, key=lambda result: result.plan.traffic.rate)
+    return Knee(slo, search.best, by_rate, unloaded, is_bound=search.broken is None)
 
 
 def _at(plan: Plan, rate: float, slo: Slo) -> Plan:
@@ -128,6 +143,8 @@ def _slo_from(unloaded: Result) -> Slo:
         value = unloaded.figures.latencies[metric].percentile(95.0)
         if value is not None and 0.0 < value < math.inf:
             objectives.append(Objective(metric, 95.0, float(f"{WORSE * value:.3g}")))
+    if not objectives:
+        raise SimulationError("slo: needed, because the unloaded fleet answered nothing by which to choose one")
     return Slo(tuple(objectives))
 
 

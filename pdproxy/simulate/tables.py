@@ -59,8 +59,12 @@ def size_rows(results: Sequence[Result]) -> Rows:
 
 
 def compared_rows(compared: Sequence[Compared]) -> Rows:
-    rows = [[one.what, number(one.measured), number(one.predicted), f"{one.error * 100:+.1f} %"] for one in compared]
+    rows = [[one.what, number(one.measured), number(one.predicted), _error(one.error)] for one in compared]
     return ["", "measured", "predicted", "error"], rows
+
+
+def _error(value: float | None) -> str:
+    return "–" if value is None else f"{value * 100:+.1f} %"
 
 
 _HEADS = [
@@ -92,7 +96,8 @@ def make_table(title: str, rows: Rows) -> Table:
     table = Table(title=title, title_justify="left")
     head, body = rows
     for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index == 0 else "right")
+        # What has no room goes on below: a figure that is cut is another one.
+        table.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in body:
         table.add_row(*row)
     return table

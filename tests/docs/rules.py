@@ -36,7 +36,15 @@ RUN = (["pdproxy", "pages"], ["pdproxy", "keys"], ["pdproxy", "--version"])
 """What ends by itself, at once, and needs nobody."""
 SMALLER = {
     ("simulate",): {"--requests": "200"},
-    ("loadtest",): {"--rate": "2", "--duration": "1", "--warmup": "0", "--max-runs": "1"},
+    ("loadtest",): {
+        "--rate": "2",
+        "--duration": "1",
+        "--warmup": "0",
+        "--max-runs": "1",
+        "--max-prompt": "99",
+        "--max-answer": "9",
+        "--arrivals": "constant",
+    },
     ("loadtest", "--trace"): {"--requests": "2", "--max-answer": "9"},
     ("loadtest", "compare"): {},
 }

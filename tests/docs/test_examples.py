@@ -310,7 +310,11 @@ class TestTheRules:
     @pytest.mark.parametrize(
         ("line", "smaller"),
         [
-            ("loadtest run U --rate 9", "loadtest run U --rate 9 --rate 2 --duration 1 --warmup 0 --max-runs 1"),
+            (
+                "loadtest run U --rate 9",
+                "loadtest run U --rate 9 --rate 2 --duration 1 --warmup 0 --max-runs 1 "
+                "--max-prompt 99 --max-answer 9 --arrivals constant",
+            ),
             ("loadtest run U --trace T", "loadtest run U --trace T --requests 2 --max-answer 9"),
             ("loadtest compare a b", "loadtest compare a b"),
             ("simulate knee", "simulate knee --requests 200"),

@@ -20,7 +20,10 @@ from types import ModuleType
 from typing import Any
 
 import httpx
+import hypothesis
 import pytest
+from hypothesis import given, note
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -159,6 +162,29 @@ def test_prompts_beside_are_requests_but_their_cost_is_no_tokens() -> None:
     assert one.cpu_ms_per_req == pytest.approx(0.25)
     assert one.cpu_us_per_token is None
     assert one.req_per_s == pytest.approx(2.0)
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_no_figure_of_a_sample_is_out_of_bounds(seed: int) -> None:
+    note(f"seed {seed}")
+    dice = random.Random(seed)
+    num, beside = dice.randrange(50), dice.randrange(5)
+    num_errors, wall_ns, cpu_s = dice.randint(0, num + beside), dice.randrange(1, 10**10), dice.uniform(0, 5)
+    found = sample(
+        cpu=cpu_s,
+        requests=num,
+        beside=beside,
+        errors=num_errors,
+        wall_ns=wall_ns,
+        first_tokens=[dice.randrange(10**6) for _ in range(num)],
+        transits=[dice.randrange(10**5) for _ in range(dice.randrange(100))],
+    )
+    assert found.cpu_ms_per_req * max(1, num + beside - num_errors) == pytest.approx(cpu_s * 1e3)
+    assert 0 <= found.req_per_s * wall_ns <= num * 1e9 * (1 + 1e-9)
+    for low, high in ((found.ttft_p50_ms, found.ttft_p99_ms), (found.transit_p50_us, found.transit_p99_us)):
+        assert (low is None) == (high is None)
+        assert low is None or high is None or 0 <= low <= high
 
 
 def test_ratios_and_what_is_added_are_taken_round_by_round() -> None:

@@ -43,13 +43,20 @@ class Flow {
     }
   }
 
+  /** A second that nobody looked at is null: it is drawn as a gap, and not as one in which nothing happened. */
   draw({ all, failed }) {
     const most = Math.max(1, ...all);
-    const [wholes, failures] = byId("history").children;
+    const [gaps, wholes, failures] = byId("history").children;
+    const unseen = [...Array(60 - all.length).fill(null), ...all].map((each) => (each === null ? most : 0));
+    gaps.setAttribute("d", steps(unseen, most));
     wholes.setAttribute("d", steps(all, most));
     failures.setAttribute("d", steps(failed, most));
     const num = failed.reduce((sum, each) => sum + each, 0);
-    const text = `At most ${numbers.format(Math.round(Math.max(0, ...all)))} in one second${num > 0 ? `; failed: ${Math.round(num)}` : ""}`;
+    const numUnseen = unseen.filter((each) => each > 0).length;
+    const parts = numUnseen < 60 ? [`At most ${numbers.format(Math.round(Math.max(0, ...all)))} in one second`] : [];
+    if (num > 0) parts.push(`failed: ${Math.round(num)}`);
+    if (numUnseen > 0) parts.push(`not observed: ${count(numUnseen, "second")}, in grey`);
+    const text = parts.join("; ");
     say(byId("history-says"), text);
     byId("history").setAttribute("aria-label", `Requests that ended in each second. ${text}`);
   }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from pdproxy.loadtest.latency import COLUMNS, TITLES, gaps_of, percentile, seconds_of
+from pdproxy.loadtest.latency import COLUMNS, TITLES, gaps_of, percentile, seconds_of, told_of
 from pdproxy.loadtest.record import Record
 from pdproxy.loadtest.report.html import figure, pictures, runs_legend, table
 from pdproxy.loadtest.report.scale import Scale
@@ -50,7 +50,7 @@ def numbers(metric: str, shown: Iterable[Shown]) -> str:
     rows = []
     for one in shown:
         found = one.summary.latencies[metric]
-        figures = [milliseconds(getattr(found, name)) for name in COLUMNS]
+        figures = [milliseconds(told_of(found, name)) for name in COLUMNS]
         rows.append([one.label, f"{found.count:,}", *figures])
     return table(["", "count", *COLUMNS.values()], rows, f"{metric.upper()} in milliseconds")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from pdproxy.loadtest.report.svg import colour
@@ -41,6 +42,30 @@ def pictures(*drawn: str, is_wide: bool = False) -> str:
 
 def folded(summary: str, *parts: str, is_open: bool = False) -> str:
     return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{''.join(parts)}</details>"
+
+
+def with_contents(parts: Iterable[str]) -> Iterator[str]:
+    """Yields links to the headings of all parts, and then the parts with an anchor at each of these headings. A chapter
+    that can be folded has one link, because the headings in it cannot be seen while it is folded."""
+    links: list[str] = []
+    anchored = [_anchored(part, links) for part in parts]
+    yield f'<nav aria-label="Contents"><ol>{"".join(links)}</ol></nav>'
+    yield from anchored
+
+
+_HEADING = re.compile(r"<(h[23])>(.*?)</\1>")
+_CHAPTER = re.compile(r'(<details class="chapter")(.*?<summary>(.*?)</summary>)', re.DOTALL)
+
+
+def _anchored(part: str, links: list[str]) -> str:
+    def anchor(words: str) -> str:
+        name = f"part-{len(links) + 1}"
+        links.append(f'<li><a href="#{name}">{words}</a></li>')
+        return f'id="{name}"'
+
+    if _CHAPTER.match(part):
+        return _CHAPTER.sub(lambda found: f"{found[1]} {anchor(found[3])}{found[2]}", part, count=1)
+    return _HEADING.sub(lambda found: f"<{found[1]} {anchor(found[2])}>{found[2]}</{found[1]}>", part)
 
 
 def paragraph(words: str, style: str = "") -> str:

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from pdproxy.loadtest.agreement import Differing, asks_alike, differences, differing
+from pdproxy.loadtest.latency import told_of
 from pdproxy.loadtest.report.sides import Shown, Side
-from pdproxy.loadtest.report.words import counted, milliseconds, rate, share
+from pdproxy.loadtest.report.words import NOTHING, counted, late_words, milliseconds, rate, share
 from pdproxy.loadtest.slo import Slo
 
 HEADINGS = (
     *("", "requests", "whole", "failed", "left", "asked/s", "answered/s", "good/s", "answer tokens/s"),
-    *("TTFT p50", "p99", "TPOT p50", "p95", "ITL p99", "E2E p50", "p99"),
+    *("TTFT p50", "p99", "p99.9", "TPOT p50", "p95", "ITL p99", "p99.9", "E2E p50", "p99", "p99.9"),
 )
 CAPTION = "latencies in milliseconds, counted from when a request was due; warm-up does not count"
 
@@ -22,6 +23,15 @@ CAPTION = "latencies in milliseconds, counted from when a request was due; warm-
 def rows(shown: Sequence[Shown]) -> list[list[str]]:
     """Returns a row of cells for each run, as `HEADINGS` names them."""
     return [_row(one) for one in shown]
+
+
+def columns(shown: Sequence[Shown]) -> list[int]:
+    """Returns the places of the `HEADINGS` that are worth showing: percentiles for which no run has values enough are
+    left out."""
+    found = rows(shown)
+    return [
+        place for place, name in enumerate(HEADINGS) if name != "p99.9" or any(row[place] != NOTHING for row in found)
+    ]
 
 
 def _row(one: Shown) -> list[str]:
@@ -39,37 +49,71 @@ def _row(one: Shown) -> list[str]:
         rate(found.answer_tps),
         milliseconds(latency["ttft"].p50),
         milliseconds(latency["ttft"].p99),
+        milliseconds(told_of(latency["ttft"], "p999")),
         milliseconds(latency["tpot"].p50),
         milliseconds(latency["tpot"].p95),
         milliseconds(latency["itl"].p99),
+        milliseconds(told_of(latency["itl"], "p999")),
         milliseconds(latency["e2e"].p50),
         milliseconds(latency["e2e"].p99),
+        milliseconds(told_of(latency["e2e"], "p999")),
     ]
 
 
 def verdicts(shown: Sequence[Shown], slo: Slo) -> Iterator[str]:
-    """Yields one sentence per side: whether its runs met the service's target."""
+    """Yields one sentence per side: whether its runs met the service's target. A last one says so where the sides
+    cannot be compared by it."""
     if not slo.objectives:
         return
-    for index in sorted({one.index for one in shown}):
-        runs = sorted((one for one in shown if one.index == index), key=lambda one: one.rate or 0.0)
+    sides = [
+        sorted((one for one in shown if one.index == index), key=lambda one: one.rate or 0.0)
+        for index in sorted({one.index for one in shown})
+    ]
+    for runs in sides:
         yield f"{runs[0].side}: {_verdict(runs, slo)}"
+    unsure = [runs[0].side for runs in sides if _unjudged(runs)]
+    if len(sides) > 1 and unsure:
+        yield f"None of these is shown to be better than another: not all of {' and '.join(unsure)} is judged"
 
 
 def _verdict(runs: Sequence[Shown], slo: Slo) -> str:
-    met = [one for one in runs if one.summary.is_slo_met and one.summary.is_trusted]
     if len(runs) > 1:
-        if not met:
-            return f"no rate met {slo}"
-        best = met[-1]
-        below = [rate(one.rate) for one in runs[: runs.index(best)] if not one.summary.is_slo_met]
-        but = f"; but {' and '.join(below)} did not" if below else ""
-        return f"up to {rate(best.rate)} requests/s met {slo}; good there: {rate(best.summary.goodput_rps)}/s{but}"
+        return _verdict_of_rates(runs, slo)
     found = runs[0].summary
-    missed = [f"{one.objective}: {_told(one.metric, one.value)}" for one in found.slo if not one.is_met]
-    if missed:
-        return f"missed {'; '.join(missed)}; {share(found.good_share)} of the requests were good"
-    return f"met {slo}; {share(found.good_share)} of the requests were good"
+    good = f"{share(found.good_share)} of the requests were good"
+    if found.is_slo_met:
+        return f"met {slo}; {good}"
+    failing = [one for one in found.slo if not one.is_met and one.is_judged == found.is_slo_judged]
+    values = "; ".join(f"{one.objective}: {_told(one.metric, one.value)}" for one in failing)
+    if not found.is_slo_judged:
+        return f"not judged: {late_words(found.generator)}; {values}"
+    return f"missed {values}; {good}"
+
+
+def _verdict_of_rates(runs: Sequence[Shown], slo: Slo) -> str:
+    """Returns the verdict on several runs in the order of their rates."""
+    met = [one for one in runs if one.summary.is_slo_met]
+    unjudged = _unjudged(runs)
+    if not met and not unjudged:
+        return f"no rate met {slo}"
+    why = "; ".join(f"{rate(one.rate)} is not judged: {late_words(one.summary.generator)}" for one in unjudged)
+    if not met:
+        return f"no rate is known to have met {slo}; {why}"
+    best = met[-1]
+    below = [rate(one.rate) for one in runs[: runs.index(best)] if one.summary.is_slo_met is False]
+    but = f"; but {' and '.join(below)} did not" if below else ""
+    up_to = f"{'at least up' if unjudged else 'up'} to {rate(best.rate)} requests/s"
+    good = f"good there: {rate(best.summary.goodput_rps)}/s"
+    return f"{up_to} met {slo}; {good}{but}{f'; {why}' if why else ''}"
+
+
+def _unjudged(runs: Sequence[Shown]) -> list[Shown]:
+    """Returns those of a side's runs, in the order of their rates, without which it is not known what the side can do.
+    They are not judged, and lie above the highest rate that met the target and below the next that missed it."""
+    met = [index for index, one in enumerate(runs) if one.summary.is_slo_met]
+    above = runs[met[-1] + 1 :] if met else runs
+    missed = next((index for index, one in enumerate(above) if one.summary.is_slo_met is False), len(above))
+    return [one for one in above[:missed] if not one.summary.is_slo_judged]
 
 
 def _told(metric: str, value: float | None) -> str:
@@ -91,6 +135,10 @@ def notes(shown: Sequence[Shown], sides: Sequence[Side]) -> Iterator[str]:
             yield f"{side.label}: {alone:,} answers are of one engine alone: their prefill is in the handover's time"
     yield from _answers(sides)
     yield from _differences(sides)
+    for one in shown:
+        if one.summary.num_at_once:
+            of = f"{one.summary.num_at_once:,} of {one.summary.num_ok:,} answers"
+            yield f"{one.label}: {of} came whole at once, so that their TPOT is 0 and tells nothing of the engine"
     for one in shown:
         if one.summary.cached_share:
             yield f"{one.label}: {share(one.summary.cached_share)} of the prompts' tokens were in the engine's cache"

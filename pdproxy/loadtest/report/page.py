@@ -8,29 +8,31 @@ from html import escape
 
 from pdproxy.loadtest.report import overview
 from pdproxy.loadtest.report.distributions import distributions
-from pdproxy.loadtest.report.html import folded, paragraph, runs_legend, table
+from pdproxy.loadtest.report.html import folded, paragraph, runs_legend, table, with_contents
 from pdproxy.loadtest.report.instances import instances
 from pdproxy.loadtest.report.phases import phases
 from pdproxy.loadtest.report.rates import rates
-from pdproxy.loadtest.report.sides import Chapter, Shown, Side, chapters_of, shown_of
+from pdproxy.loadtest.report.sides import Chapter, Shown, Side, chapters_of, rate_of, shown_of
 from pdproxy.loadtest.report.style import CSS
 from pdproxy.loadtest.report.timelines import timelines
-from pdproxy.loadtest.report.words import NOTHING, counted, day, milliseconds, number, seconds, share
+from pdproxy.loadtest.report.words import NOTHING, counted, day, milliseconds, number, rate, seconds, share
 from pdproxy.loadtest.slo import Slo
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 HOW_IT_COUNTS = (
     "Latencies count from when a request was due, not from when it was sent: what a request waits for because the "
     "generator was held up, or the service before it, is in its latency (no coordinated omission). Percentiles are "
-    "values that were really measured: p99 of fewer than a hundred is the largest of them. A request that failed "
-    "misses every limit of the target."
+    "values that were really measured: p99 of fewer than a hundred is the largest of them, and p99.9 is told from a "
+    "thousand on. A request that failed misses every limit of the target. Where the generator itself was late, the "
+    "target is met if the value together with that lateness is within the limit, missed if the value is further beyond "
+    "the limit than the lateness can explain, and otherwise not judged."
 )
 
 
 def page(sides: Sequence[Side], slo: Slo) -> str:
     """Returns the page as HTML. It needs at least one side with at least one run."""
     shown = shown_of(sides, slo)
-    title = f"Load test: {' beside '.join(side.label for side in sides)}"
+    title = title_of(sides)
     body = "".join(_body(title, sides, shown, slo))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -40,13 +42,40 @@ def page(sides: Sequence[Side], slo: Slo) -> str:
     )
 
 
+def title_of(sides: Sequence[Side]) -> str:
+    """Returns the page's title: what was tested, and how."""
+    if len(sides) > 1:
+        return f"Load tests compared: {', '.join(side.label for side in sides[:-1])} and {sides[-1].label}"
+    (side,) = sides
+    asked = [rate_of(run) or 0.0 for run in side.runs]
+    settings = side.runs[0].head.settings
+    if len(asked) > 1:
+        return f"Load test of {side.label} at {rate(min(asked))} to {rate(max(asked))} requests/s"
+    if settings.get("arrivals") == "closed":
+        return f"Load test of {side.label} with {settings.get('clients')} clients"
+    manner = "that replays a trace, " if settings.get("arrivals") == "trace" else ""
+    return f"Load test of {side.label} {manner}at {rate(asked[0])} requests/s"
+
+
 def _body(title: str, sides: Sequence[Side], shown: Sequence[Shown], slo: Slo) -> Iterator[str]:
+    """Yields the page's parts: what came of the test stands first, then what stands against it, then the contents."""
     yield f"<header><h1>{escape(title)}</h1>{paragraph(_when(shown))}</header><main>"
-    yield from (paragraph(words, "warning") for words in overview.warnings(shown))
     yield from (paragraph(words, "verdict") for words in overview.verdicts(shown, slo))
     yield runs_legend((index, side.label) for index, side in enumerate(sides))
-    yield table(overview.HEADINGS, overview.rows(shown), overview.CAPTION)
+    yield _runs(shown)
+    yield from (paragraph(words, "warning") for words in overview.warnings(shown))
     yield from (paragraph(words) for words in overview.notes(shown, sides))
+    yield from with_contents(_parts(sides, shown, slo))
+    yield "</main>"
+
+
+def _runs(shown: Sequence[Shown]) -> str:
+    places = overview.columns(shown)
+    rows = ([row[place] for place in places] for row in overview.rows(shown))
+    return table([overview.HEADINGS[place] for place in places], rows, overview.CAPTION)
+
+
+def _parts(sides: Sequence[Side], shown: Sequence[Shown], slo: Slo) -> Iterator[str]:
     if len({one.rate for one in shown}) > 1:
         yield rates(shown, slo)
     yield from _chapters(chapters_of(sides, shown))
@@ -54,7 +83,6 @@ def _body(title: str, sides: Sequence[Side], shown: Sequence[Shown], slo: Slo) -
     yield paragraph(HOW_IT_COUNTS)
     yield _generators(shown)
     yield _settings(shown)
-    yield "</main>"
 
 
 def _when(shown: Sequence[Shown]) -> str:

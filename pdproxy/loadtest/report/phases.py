@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from pdproxy.loadtest.latency import COLUMNS, Distribution
+from pdproxy.loadtest.latency import COLUMNS, Distribution, told_of
 from pdproxy.loadtest.record import Record
 from pdproxy.loadtest.report.bins import Bins
 from pdproxy.loadtest.report.html import figure, folded, legend, pictures, table
@@ -133,7 +133,7 @@ def _numbers(label: str, names: Sequence[str], found: Mapping[str, Distribution]
             rows.append([TITLES[name], *[NOTHING] * (len(COLUMNS) + 2)])
             continue
         part = (one.mean or 0.0) * one.count / whole_s if whole_s else None
-        figures = [milliseconds(getattr(one, column)) for column in COLUMNS]
+        figures = [milliseconds(told_of(one, column)) for column in COLUMNS]
         rows.append([TITLES[name], share(part), f"{one.count:,}", *figures])
     return table(["phase", "of the time", "count", *COLUMNS.values()], rows, f"{label}: milliseconds")
 

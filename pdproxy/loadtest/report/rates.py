@@ -24,7 +24,7 @@ def rates(shown: Sequence[Shown], slo: Slo) -> str:
     limits = f"Good is what was answered within {slo}." if slo.objectives else "Every whole answer is good."
     return figure(
         "Goodput against rate",
-        f"{limits} What is good of the requests due, per second; and whole answers until the last had come.",
+        f"{limits} Good requests and whole answers per second, both until the last answer had come.",
         runs_legend((runs[0].index, name) for name, runs in by_side.items()),
         legend([("faint", "all that was asked for"), ("dashed", "whole answers"), ("hollow", "generator was late")]),
         pictures(
@@ -121,7 +121,7 @@ def _numbers(shown: Sequence[Shown], objectives: Sequence[Objective]) -> str:
                 share(found.good_share),
                 *(_told(objective.value(one.run.measured)) for objective in objectives),
                 f"{found.num_failed}",
-                {True: "yes", False: "no", None: NOTHING}[found.is_slo_met],
+                {True: "yes", False: "no", None: NOTHING}[found.is_slo_met] if found.is_slo_judged else "not judged",
                 "" if found.is_trusted else "generator late",
             ]
         )

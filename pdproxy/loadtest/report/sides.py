@@ -75,7 +75,7 @@ def _read_side(word: str) -> Side:
 
 def rate_of(run: Run) -> float | None:
     asked = run.head.settings.get("rate")
-    return float(asked) if isinstance(asked, int | float) and asked > 0 else offered_rps(run.measured)
+    return float(asked) if isinstance(asked, int | float) and asked > 0 else offered_rps(run)
 
 
 def slo_of(sides: Sequence[Side]) -> Slo:

@@ -21,6 +21,8 @@ h3 { font-size: 1.05rem; margin: 1.8rem 0 0.2rem; }
 p { margin: 0.3rem 0 0.7rem; color: var(--soft); max-width: 80ch; }
 p.warning { background: var(--warn); color: var(--warn-ink); padding: 0.6rem 0.9rem; border-radius: 6px; }
 p.verdict { color: var(--ink); font-size: 1.05rem; }
+nav ol { columns: 20rem; padding-left: 1.4rem; font-size: 0.9rem; }
+nav a { color: inherit; }
 .row { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 0.6rem 1.2rem; }
 .stack, .wide { overflow-x: auto; }
 .stack svg { min-width: 800px; }

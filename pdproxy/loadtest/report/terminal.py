@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from pdproxy.loadtest.latency import COLUMNS, Distribution
+from pdproxy.loadtest.latency import COLUMNS, Distribution, told_of
 from pdproxy.loadtest.report import overview
 from pdproxy.loadtest.report.phases import TITLES as PHASE_TITLES
 from pdproxy.loadtest.report.sides import Shown, Side, shown_of
 from pdproxy.loadtest.report.words import milliseconds, share
 from pdproxy.loadtest.slo import Slo
 
-COLUMNS_OF_RUNS = (0, 1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 14, 15)
-"""The columns of `overview.HEADINGS` for which there is room."""
+LEFT_OUT = (4, 8, 14, 15)
+"""The columns of `overview.HEADINGS` for which there is no room."""
 MOST_DETAILED = 2
 """The most runs that are shown in detail; more runs are compared in one table only."""
 
@@ -38,10 +38,11 @@ def show(sides: Sequence[Side], slo: Slo, console: Console) -> None:
 def runs(shown: Sequence[Shown]) -> Table:
     """Returns a table with a line for each run."""
     table = Table(caption=overview.CAPTION, caption_justify="left")
-    for index in COLUMNS_OF_RUNS:
-        table.add_column(overview.HEADINGS[index], justify="right" if index else "left")
+    places = [place for place in overview.columns(shown) if place not in LEFT_OUT]
+    for place in places:
+        table.add_column(overview.HEADINGS[place], justify="right" if place else "left", overflow="fold")
     for row in overview.rows(shown):
-        table.add_row(*(row[index] for index in COLUMNS_OF_RUNS))
+        table.add_row(*(row[place] for place in places))
     return table
 
 
@@ -65,4 +66,4 @@ def latencies(one: Shown) -> Table:
 
 
 def _cells(name: str, found: Distribution) -> list[str]:
-    return [name, f"{found.count:,}", *(milliseconds(getattr(found, column)) for column in COLUMNS)]
+    return [name, f"{found.count:,}", *(milliseconds(told_of(found, column)) for column in COLUMNS)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from pdproxy.loadtest.record import GeneratorHealth
+
 NOTHING = "–"
 
 
@@ -44,6 +46,11 @@ def seconds(value: float) -> str:
 def day(at: float) -> str:
     """Returns the date and time in UTC of a time in seconds since 1970."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def late_words(health: GeneratorHealth) -> str:
+    """Returns the reason why a run is not judged, with the lateness of its generator in milliseconds (p99)."""
+    return f"the load generator was late by {milliseconds(health.delay_s)} ms"
 
 
 def counted(counts: dict[str, int]) -> str:

@@ -95,7 +95,7 @@ def make_sample(
         transit_p99_us=_scaled(percentile(transits, 99), TENTHS_PER_US),
         rss_mb=rss_mb,
         rss_mb_along=tuple(rss_mb_along),
-        req_per_s=(told.requests - told.errors) * 1e9 / max(1, told.wall_ns),
+        req_per_s=max(0, told.requests - told.errors) * 1e9 / max(1, told.wall_ns),
         proxy_share=proxy_share,
         engine_share=engine_share,
         clients_share=clients_share,

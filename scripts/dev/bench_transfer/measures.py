@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -70,9 +71,13 @@ async def idle_and_latency(stage: Stage, plan: Plan, tell: Tell) -> tuple[dict[s
 async def _idle(stage: Stage, seconds: float) -> dict[str, Any]:
     """Returns shares of a core, in percent, with a session open and no attempt in it."""
     ends = {"sender": stage.senders[0], "receiver": stage.receiver}
-    before = {name: await end.ask("cpu") for name, end in ends.items()}
+    before = {name: (await end.ask("cpu"), time.monotonic()) for name, end in ends.items()}
     await asyncio.sleep(seconds)
-    used = {f"{name}_percent": 100 * (await end.ask("cpu") - before[name]) / seconds for name, end in ends.items()}
+    used = {}
+    for name, end in ends.items():
+        cpu_s, began = before[name]
+        used_s = await end.ask("cpu") - cpu_s
+        used[f"{name}_percent"] = 100 * used_s / (time.monotonic() - began)  # a sleep may last longer than was asked
     return {"seconds": seconds, **used}
 
 

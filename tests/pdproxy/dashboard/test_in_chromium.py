@@ -334,12 +334,14 @@ class LargeFleet:
 
     def _flow(self) -> dict[str, Any]:
         wave = [round(40 + 20 * self._rng.random(), 1) for _ in range(60)]
+        unseen = range(30, 40)
         return {
             "in_flight": 143, "now": {"slot_wait": 3, "prefill": 31, "kv_wait": 2, "first_byte": 1, "decode": 106},
             "unsettled": 2, "window_s": 60, "per_s": 49.7, "ended": {"done": 2960, "failed": 7, "client_gone": 15},
             "phase_s": {"receive": 0.0004, "tokenize": 0.0031, "slot_wait": 0.21, "prefill": 0.62, "kv_wait": 0.018,
                         "first_byte": 0.041, "decode": 4.93},
-            "all": wave, "failed": [3.0 if 20 < place < 23 else 0.0 for place in range(60)],
+            "all": [None if place in unseen else each for place, each in enumerate(wave)],
+            "failed": [None if place in unseen else 3.0 * (20 < place < 23) for place in range(60)],
         }  # fmt: skip
 
     def _row(self, number: int) -> dict[str, Any]:
@@ -363,6 +365,7 @@ async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path, mo
         await page.until("document.querySelectorAll('.card').length === 200")
         assert "194 of 200 instances are ready" in await page.text("#verdict")
         await fits(page, 1440)
+        await draws_what_nobody_observed_as_a_gap(page)
         await page.shoot(picture_file(tmp_path, "desktop"))
         await touches_only_what_has_changed(page, large_fleet)
         await leaves_late_answers_to_what_they_are_about(page)
@@ -381,6 +384,12 @@ async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path, mo
         await until(lambda: feed.num_viewers == 0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def draws_what_nobody_observed_as_a_gap(page: Page) -> None:
+    assert "not observed: 10 seconds, in grey" in await page.text("#history-says")
+    inside = "[29.5, 30.5, 39.5, 40.5].map((x) => document.querySelector('#history .gaps').isPointInFill({ x, y: 1 }))"
+    assert await page.ask(inside) == [False, True, True, False]
 
 
 async def fits(page: Page, width: int) -> None:

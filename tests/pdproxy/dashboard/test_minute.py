@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from pdproxy.dashboard.minute import Counts, LastMinute
 
 
@@ -59,9 +63,42 @@ def test_only_what_is_needed_is_kept() -> None:
 
 def test_who_comes_back_soon_finds_the_time_between_and_who_stays_away_does_not() -> None:
     soon = minute((0.0, 0, 0), (30.0, 60, 0))
-    assert (soon["window_s"], soon["per_s"], len(soon["all"])) == (30, 2.0, 30)
+    assert (soon["window_s"], soon["per_s"], soon["ended"]) == (30, 2.0, {"done": 60})
     late = minute((0.0, 0, 0), (90.0, 60, 0))
     assert (late["window_s"], late["ended"]) == (0, {})
+
+
+def test_seconds_that_nobody_looked_at_are_a_gap_and_not_even_traffic() -> None:
+    looks = [(float(second), 10 * second, 0) for second in (*range(6), *range(15, 21))]
+    facts = minute(*looks)
+    assert facts["all"] == [10.0] * 5 + [None] * 10 + [10.0] * 5
+    assert facts["failed"] == [0.0] * 5 + [None] * 10 + [0.0] * 5
+    assert (facts["window_s"], facts["ended"]) == (20, {"done": 200}), "what ended in the gap is known"
+    between = minute((0.5, 0, 0), (1.5, 5, 0), (9.5, 95, 0), (10.5, 100, 0), (11.5, 105, 0))
+    assert between["all"] == [None] * 9 + [5.0], "a second that was seen in part is not known"
+    short = minute((0.0, 0, 0), (3.0, 30, 0), (4.0, 40, 0))
+    assert short["all"] == [10.0] * 4, "looks that are a little late leave no gap"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.25, 30.0), st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=60))
+def test_no_second_has_more_than_ended_whoever_looked_whenever(steps: list[tuple[float, int, int]]) -> None:
+    at, done, failed = 0.3, 0, 0
+    looks = [(at, done, failed)]
+    for passed_s, more, wrong in steps:
+        at, done, failed = at + passed_s, done + more, failed + wrong
+        looks.append((at, done, failed))
+    facts = minute(*looks)
+    ended = facts["ended"].get("done", 0) + facts["ended"].get("failed", 0)
+    seen = [second for second in facts["all"] if second is not None]
+    assert len(facts["all"]) == len(facts["failed"]) <= 60
+    assert sum(seen) <= ended + 1 + 0.05 * len(seen), "rounded to tenths"
+    if facts["window_s"] >= 5:
+        assert facts["per_s"] * facts["window_s"] == pytest.approx(ended, rel=0.6 / facts["window_s"], abs=1.5)
+    assert facts["window_s"] or not ended
+    for whole, wrong in zip(facts["all"], facts["failed"], strict=True):
+        assert (whole is None) == (wrong is None)
+        assert whole is None or 0 <= wrong <= whole
 
 
 def test_a_look_before_the_minute_is_shared_out_as_well() -> None:

@@ -18,7 +18,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pdproxy.loadtest.command import DISTRUSTED, app
+from pdproxy.loadtest.command import DISTRUSTED, UNANSWERED, app
 from pdproxy.loadtest.record import read_run, write_run
 from tests.fakes.measured_runs import health, lively_run, record, run_of
 from tests.fakes.stub_openai import StubOpenAI, Visit, stub_openai
@@ -110,6 +110,23 @@ def test_a_generator_that_was_late_does_not_vouch_for_its_figures(tmp_path: Path
     assert (tmp_path / "run.jsonl").exists()
 
 
+async def refuse(visit: Visit) -> None:
+    await visit.json({"error": {"message": "no room", "code": "full"}}, status=503)
+
+
+def test_a_test_without_one_answer_fails(tmp_path: Path) -> None:
+    words = ["--rate", "60", "--requests", "3", "--token-ids", "1:50", "--seed", "5"]
+    with address(refuse) as stub:
+        result = loadtest("run", stub.url, *words, *LENIENT, folder=tmp_path / "refused")
+    assert result.exit_code == UNANSWERED, result.output
+    assert "none of the 3 requests was answered, so that nothing was measured" in result.output
+    assert (tmp_path / "refused" / "report.html").exists(), "what was seen is written all the same"
+    with address() as stub:
+        result = loadtest("run", stub.url, *words, "--warmup", "20", *LENIENT, folder=tmp_path / "early")
+    assert result.exit_code == UNANSWERED, result.output
+    assert "no request came after the warm-up" in result.output
+
+
 def test_a_folder_has_one_test_in_it(tmp_path: Path) -> None:
     """Of a sweep, the other's rates would be taken for its own."""
     (tmp_path / "rate-00002.000.jsonl").touch()
@@ -169,7 +186,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     result = loadtest(*words, "--json", f"{tmp_path}/x.json", "--slo", "e2e:p99<60", folder=tmp_path)
     assert result.exit_code == 0, result.output
     assert "slow: met E2E p99 < 60 s" in result.output or "slow: missed" in result.output
-    assert "Load test: a beside slow" in (tmp_path / "x.html").read_text()
+    assert "<h1>Load tests compared: a and slow</h1>" in (tmp_path / "x.html").read_text()
     assert [one["label"] for one in json.loads((tmp_path / "x.json").read_text())["runs"]] == ["a", "slow"]
 
 

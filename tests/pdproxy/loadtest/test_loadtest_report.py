@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -97,7 +98,11 @@ def test_the_page_needs_nothing_else(sides: list[Side]) -> None:
     tags = {tag for tag, _ in elements.found}
     assert not tags & {"script", "link", "img", "iframe", "object", "form"}
     attributes = [attribute for _, attributes in elements.found for attribute in attributes]
-    assert not [name for name in attributes if name in ("src", "href", "xlink:href", "onclick", "onload")]
+    assert not [name for name in attributes if name in ("src", "xlink:href", "onclick", "onload")]
+    ids = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
+    links = [attributes["href"] for _, attributes in elements.found if "href" in attributes]
+    assert links == [f"#{one}" for one in ids], "the contents lead to each part of the page, and nowhere else"
+    assert len(set(ids)) == len(ids) >= 2
     assert "@import" not in text
     assert "url(" not in text
 
@@ -174,10 +179,38 @@ def test_a_sweep_has_goodput_against_rate_and_a_chapter_for_each() -> None:
     assert "Goodput against rate" not in page(PAGES["one run"], SLO)
 
 
+@pytest.mark.parametrize(
+    ("settings", "title"),
+    [
+        ({"rate": 8.0}, "Load test of 1:1 at 8.00 requests/s"),
+        ({"clients": 4, "arrivals": "closed"}, "Load test of 1:1 with 4 clients"),
+        ({"arrivals": "trace"}, "Load test of 1:1 that replays a trace, at 1.00 requests/s"),
+    ],
+)
+def test_the_title_says_what_was_tested(settings: dict[str, Any], title: str) -> None:
+    side = Side("1:1", (run_of([record(0), record(1)], wall_s=2.0, settings=settings),))
+    assert f"<title>{title}</title>" in page([side], SLO)
+    assert "<h1>Load test of 1:1 at 2.00 to 8.00 requests/s</h1>" in page([sweep_side("1:1")], SLO)
+
+
+def test_a_percentile_is_told_where_there_are_values_enough_for_it() -> None:
+    def side(num: int) -> Side:
+        return Side("x", (run_of([record(index, ttft_s=0.1 + index / 10_000) for index in range(num)]),))
+
+    shown = shown_of([side(999), side(1000)], Slo())
+    assert overview.HEADINGS[9:12] == ("TTFT p50", "p99", "p99.9")
+    assert [row[11] for row in overview.rows(shown)] == ["–", "200"]
+    assert 11 in overview.columns(shown)
+    few = page([side(20)], Slo())
+    assert '<th scope="col">p99</th>' in few
+    assert '<th scope="col">TTFT p50</th><th scope="col">p99</th><th scope="col">TPOT p50</th>' in few
+
+
 def test_a_late_generators_figures_are_said_to_be_worth_nothing() -> None:
     late = Side("late", (run_of([record(0)], health=health(late_p99_s=0.5)),))
     text = page([late], SLO)
     assert '<p class="warning">* late: not to be quoted. The generator was late: p99 of its sends 500 ms' in text
+    assert text.index('class="verdict"') < text.index("TTFT p50") < text.index('class="warning"') < text.index("<nav")
     assert "not to be quoted" not in page(PAGES["one run"], SLO)
 
 
@@ -202,6 +235,14 @@ def test_runs_that_were_not_asked_alike_are_told() -> None:
 def test_where_the_prefill_of_one_engine_alone_is_to_be_found() -> None:
     (said,) = notes(Side("x", (run_of([record(0, path="local"), record(1, path="local"), failed(2)]),)))[1:]
     assert said == "x: 2 answers are of one engine alone: their prefill is in the handover's time"
+
+
+def test_answers_that_came_whole_at_once_are_told() -> None:
+    run = run_of([record(0), record(1, tpot_s=0.0), plain(2, done_s=3.0)])
+    assert notes(Side("x", (run,))) == [
+        "x: 1 of 3 answers came whole at once, so that their TPOT is 0 and tells nothing of the engine"
+    ]
+    assert notes(Side("x", (run_of([record(0)]),))) == []
 
 
 def test_the_warm_up_is_drawn_as_such() -> None:
@@ -240,7 +281,7 @@ def test_verdicts() -> None:
     slow = Side("slow", (run_of([record(0, ttft_s=0.7), record(1)]),))
     dead = Side("dead", (run_of([failed(0)]), run_of([failed(0)])))
     assert verdicts(fast, slow, dead) == [
-        f"fast: up to 4.00 requests/s met {SLO}; good there: 1.00/s",
+        f"fast: up to 4.00 requests/s met {SLO}; good there: 1.69/s",
         "slow: missed TTFT p99 < 0.5 s: it was 700 ms; 50.0 % of the requests were good",
         f"dead: no rate met {SLO}",
     ]
@@ -249,6 +290,18 @@ def test_verdicts() -> None:
     assert said.startswith("uneven: up to 4.00 requests/s met")
     assert said.endswith("; but 2.00 did not")
     assert verdicts(fast, slo=Slo()) == []
+    late = {"health": health(late_p99_s=0.45)}
+    unsure = Side("unsure", (fast.runs[0], run_of([record(0, ttft_s=0.2)], settings={"rate": 4.0}, **late)))
+    said, nothing, _, none_better = verdicts(unsure, Side("late", unsure.runs[1:]), fast)
+    assert said == (
+        f"unsure: at least up to 2.00 requests/s met {SLO}; good there: 1.69/s; "
+        "4.00 is not judged: the load generator was late by 451 ms"
+    )
+    assert nothing == "late: not judged: the load generator was late by 451 ms; TTFT p99 < 0.5 s: it was 200 ms"
+    assert none_better == "None of these is shown to be better than another: not all of unsure and late is judged"
+    beyond = Side("beyond", (*unsure.runs, run_of([record(0, ttft_s=2.0)], settings={"rate": 3.0})))
+    assert verdicts(beyond, fast)[0].startswith("beyond: up to 2.00 requests/s met")
+    assert len(verdicts(beyond, fast)) == 2, "what lies above a rate that missed it changes nothing"
     alone = Side("dead", (run_of([failed(0)]),))
     assert verdicts(alone, slo=Slo.parse("e2e:p99<1")) == [
         "dead: missed E2E p99 < 1 s: too many failed, or nothing was measured; 0.0 % of the requests were good"
@@ -329,7 +382,7 @@ def test_the_terminal_shows_the_same_figures(sides: list[Side]) -> None:
     text = shown(sides)
     for row in overview.rows(shown_of(sides, SLO)):
         assert row[0] in text
-        assert row[-1] in text
+        assert row[-2] in text, "p99 of E2E"
     for words in overview.verdicts(shown_of(sides, SLO), SLO):
         assert words in text
 

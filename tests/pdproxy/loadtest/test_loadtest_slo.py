@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec import structs
 
 from pdproxy.loadtest.log_histogram import LogHistogram
 from pdproxy.loadtest.record import Record
-from pdproxy.loadtest.slo import Objective, Slo, SloError
-from tests.fakes.measured_runs import failed, left, plain, record
+from pdproxy.loadtest.slo import Objective, Slo, SloError, all_met
+from tests.fakes.measured_runs import failed, health, left, plain, record
 
 
 def test_what_can_be_written() -> None:
@@ -46,6 +47,34 @@ def test_in_words() -> None:
 
 def judged(text: str, records: list[Record]) -> list[tuple[float | None, bool]]:
     return [(one.value, one.is_met) for one in Slo.parse(text).judge(records)]
+
+
+@pytest.mark.parametrize(
+    ("objective", "late_s", "verdict"),
+    [
+        ("ttft:p99<0.5", 0.398, True),
+        ("ttft:p99<0.5", 0.4, None),
+        ("ttft:p99<0.05", 0.04, False),
+        ("ttft:p99<0.05", 0.06, None),
+        ("tpot:p99<30ms", 9.0, True),
+        ("itl:p99<22ms", 9.0, True),
+        ("itl:p99<20.5ms", 9.0, None),
+        ("errors<1%", 9.0, True),
+    ],
+)
+def test_what_the_generators_lateness_could_explain_is_not_judged(
+    objective: str, late_s: float, verdict: bool | None
+) -> None:
+    """A tenth of a second to the first token and 20 ms for each of four more; what was read was late by 1 to 2 ms."""
+    slo = Slo.parse(objective)
+    assert all_met(slo.judge([record(0)], health(late_p99_s=late_s))) is verdict
+
+
+def test_a_first_piece_that_was_read_late_is_shared_by_all_tokens_behind_it() -> None:
+    late = structs.replace(health(late_p99_s=1.0), lag_p99_s=0.036, lag_max_s=0.08)
+    for limit, verdict in (("30ms", True), ("28ms", None), ("1ms", None)):
+        assert all_met(Slo.parse(f"tpot:p99<{limit}").judge([record(0)], late)) is verdict
+    assert all_met(Slo.parse("tpot:p99<1ms").judge([record(0, tpot_s=0.022)], late)) is False
 
 
 def test_a_percentile_is_held_against_its_limit() -> None:

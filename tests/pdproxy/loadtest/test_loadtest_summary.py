@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pdproxy.loadtest.latency import distribution, distribution_of, percentile
 from pdproxy.loadtest.log_histogram import LogHistogram
 from pdproxy.loadtest.record import Event
 from pdproxy.loadtest.slo import Slo
-from pdproxy.loadtest.summary import offered_rps, summarize
+from pdproxy.loadtest.summary import asked_s, offered_rps, summarize
 from tests.fakes.measured_runs import failed, health, left, plain, record, run_of
 
 NO_SLO = Slo()
@@ -89,15 +91,45 @@ def test_rates() -> None:
     assert found.throughput_rps == pytest.approx(2.0)
     assert found.answer_tps == pytest.approx(10.0)
     assert found.prompt_tps == pytest.approx(20.0)
-    assert offered_rps(records[:1]) is None
+    assert offered_rps(run_of([])) is None
 
 
-def test_goodput_is_what_was_good_of_what_was_offered() -> None:
+@pytest.mark.parametrize(
+    ("dues", "head", "seconds"),
+    [
+        ([0.0, 1.0, 2.0], {"wall_s": 9.0}, 3.0),
+        ([5.0, 5.01], {"wall_s": 9.0}, 5.01),
+        ([5.0, 5.01], {"wall_s": 9.0, "warmup_s": 4.0}, 1.01),
+        ([0.0, 5.0], {"wall_s": 6.0}, 6.0),
+        ([0.0], {"wall_s": 2.0}, 2.0),
+        ([0.1, 0.2], {"wall_s": 12.0, "settings": {"duration_s": 10.0}}, 10.0),
+        ([3.1, 3.2], {"wall_s": 12.0, "warmup_s": 3.0, "settings": {"duration_s": 10.0}}, 7.0),
+        ([0.1, 0.2], {"wall_s": 4.0, "settings": {"duration_s": 10.0}}, 4.0),
+        ([0.0, 1.0], {"wall_s": 9.0, "settings": {"duration_s": 10.0, "num_requests": 2}}, 2.0),
+        ([0.0, 1.0], {"wall_s": 9.0, "settings": {"duration_s": 10.0, "arrivals": "trace"}}, 2.0),
+    ],
+)
+def test_what_was_asked_is_divided_by_the_time_in_which_it_was_due(
+    dues: list[float], head: dict[str, Any], seconds: float
+) -> None:
+    run = run_of([record(index, due_s=due_s) for index, due_s in enumerate(dues)], **head)
+    assert asked_s(run) == pytest.approx(seconds)
+    assert offered_rps(run) == pytest.approx(len(dues) / seconds)
+
+
+def test_goodput_is_what_was_good_of_what_was_answered() -> None:
     records = [record(index, due_s=index / 4, ttft_s=0.9 if index % 4 == 0 else 0.1) for index in range(40)]
-    found = summarize(run_of(records), Slo.parse("ttft:p50<0.5"))
-    assert found.good_share == 0.75
-    assert found.goodput_rps == pytest.approx(3.0)
+    found = summarize(run_of(records, wall_s=15.0), Slo.parse("ttft:p50<0.5"))
+    assert (found.num_good, found.good_share) == (30, 0.75)
+    assert (found.goodput_rps, found.throughput_rps) == (pytest.approx(2.0), pytest.approx(40 / 15))
     assert found.is_slo_met
+
+
+def test_goodput_is_not_above_throughput_where_two_requests_came_at_once() -> None:
+    found = summarize(run_of([record(0, due_s=0.0), record(1, due_s=0.05)]), Slo.parse("ttft:p99<1"))
+    assert found.goodput_rps == found.throughput_rps
+    assert found.offered_rps is not None
+    assert found.throughput_rps <= found.offered_rps < 40
 
 
 def test_errors_by_code_the_most_frequent_first() -> None:

@@ -146,6 +146,21 @@ async def test_what_no_lateness_explains_is_not_measured_again(late_s: float, nu
     assert (step.is_met, step.is_known) == (False, num_tries == 1)
 
 
+async def test_a_rate_that_was_met_in_spite_of_the_generators_lateness_counts_as_met() -> None:
+    """A tenth of a second to the first token, and a late generator, where half of one is allowed."""
+
+    class Late(Service):
+        async def __call__(self, workload: Workload) -> Run:
+            return structs.replace(await super().__call__(workload), health=health(late_p99_s=0.2))
+
+    search, service = Search(2.0, precision=0.3), Late(knee=5.0)
+    steps = await sweep(search, WORKLOAD, SLO, service, lambda step: None)
+    assert [(step.rate, step.is_met, step.is_known) for step in steps] == [
+        *((2, True, True), (4, True, True), (8, False, True), (6, False, True), (5, True, True)),
+    ]
+    assert service.rates == [2, 4, 8, 6, 5], "no rate was measured again"
+
+
 async def test_a_run_that_was_stopped_is_the_last_and_decides_nothing() -> None:
     search = Search(2.0)
     steps = await sweep(search, WORKLOAD, SLO, Service(knee=100.0, stops_at=8.0), lambda step: None)

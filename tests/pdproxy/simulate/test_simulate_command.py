@@ -67,6 +67,12 @@ def test_a_target_is_judged() -> None:
     assert told["good_share"] == 0.0
 
 
+def test_a_simulation_without_one_answer_fails() -> None:
+    result = invoke(*SMALL, "--requests", "20", "--patience-s", "0.001")
+    assert result.exit_code == 1
+    assert "no request was answered" in " ".join(result.stdout.split())
+
+
 def test_policies_are_compared() -> None:
     told = found("compare", *SMALL, "--policies", "round_robin,power_of_two")
     assert list(told["policies"]) == ["round_robin", "power_of_two"]
@@ -77,8 +83,19 @@ def test_policies_are_compared() -> None:
 
 def test_a_knee_is_found() -> None:
     few = [*SMALL, "--requests", "80"]
-    assert found("knee", *few)["knee_per_s"] > 0
+    told = found("knee", *few)
+    assert told["knee_per_s"] > 0
+    assert told["target"].startswith(f"{told['slo']} (no --slo was given: 2 times the p95 of the unloaded fleet")
     assert found("knee", *few, "--slo", "ttft:p50<1ms", status=1)["knee_per_s"] is None
+
+
+def test_a_knee_that_lies_above_all_rates_is_said_to() -> None:
+    result = invoke("knee", "--requests", "5", "--seed", "1", "--slo", "ttft:p50<1000")
+    assert "1p1d, TTFT p50 < 1000 s: every rate meets it, up to" in result.stdout
+
+
+def test_no_figure_of_a_table_is_cut_where_there_is_no_terminal() -> None:
+    assert "…" not in invoke("compare", *SMALL, "--requests", "40", "--policies", "round_robin").stdout
 
 
 def test_a_size_is_found() -> None:

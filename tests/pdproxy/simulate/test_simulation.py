@@ -111,6 +111,22 @@ def test_a_closed_loop_has_so_many_under_way() -> None:
 # ── what counts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_nobody_is_busy_for_longer_than_there_is_time() -> None:
+    """A prefiller takes 1.5 s for each prompt, and ten prompts come a second: it is busy from the first to the last of
+    them, and the work that is left then is done later."""
+    traffic = Traffic(sizes=Independent(Fixed(100), Fixed(11)), rate=10.0, process="constant")
+    result = simulate(make_plan(num_requests=100, traffic=traffic, speed=ROOMY))
+    assert result.use["prefillers_busy"]["mean"] == pytest.approx(1.0)
+    assert 0.0 < result.use["decoders_busy"]["mean"] < 1.0
+
+
+def test_the_answers_of_one_client_are_as_many_as_its_questions_before_the_last() -> None:
+    traffic = Traffic(sizes=Independent(Fixed(100), Fixed(11)), clients=1)
+    result = simulate(make_plan(num_requests=3, traffic=traffic, speed=ROOMY))
+    assert result.done_per_s == pytest.approx(1 / mean(result, "e2e"))
+    assert result.done_per_s == result.offered_per_s
+
+
 def test_what_comes_before_does_not_count() -> None:
     result = simulate(make_plan(num_requests=50, num_warmup=20, speed=ROOMY))
     assert result.figures.count == result.figures.latencies["e2e"].count == 30

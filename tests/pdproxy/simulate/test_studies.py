@@ -78,6 +78,13 @@ def test_without_a_target_one_is_taken_from_the_unloaded_fleet() -> None:
     assert [one.metric for one in knee.slo.objectives] == ["ttft", "tpot"]
     assert knee.rate is not None
     assert 2.0 < knee.rate < 8.0
+    assert "no --slo was given: 2 times the p95 of the unloaded fleet, at 1 requests/s, 10% of" in knee.target
+
+
+def test_where_nothing_is_answered_there_is_no_target_to_be_taken() -> None:
+    dead = make_plan(num_requests=20, patience_s=1e-6)
+    with pytest.raises(SimulationError, match="slo: needed, because the unloaded fleet answered nothing"):
+        find_knee(dead)
 
 
 def test_a_target_that_nobody_meets_has_no_knee() -> None:
