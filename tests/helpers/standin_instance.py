@@ -30,7 +30,7 @@ async def route(method: str, path: str, body: bytes) -> Reply:
         return reply({"status": "ok"})
     asked = json.loads(body)
     usage = {"prompt_tokens": len(asked["prompt"].split()), "completion_tokens": asked["max_tokens"]}
-    if not asked["stream"]:
+    if not asked.get("stream"):
         return reply({"choices": [{"index": 0, "text": "w", "finish_reason": "length"}], "usage": usage})
     return Reply(events=answer(asked["max_tokens"], usage))
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -83,6 +86,25 @@ def test_a_command_has_the_address_and_its_status_is_the_launchs(tmp_path: Path)
     assert status == 7
     assert "near is ready after" in said
     assert "far is not ready" not in said
+    assert said.index("starting 0 prefillers, 1 decoder and the proxy\n") < said.index("near is ready after")
+
+
+def test_what_a_launch_says_when_it_serves_can_be_pasted(tmp_path: Path) -> None:
+    whole = plan(tmp_path, "near")
+    pasted: list[str] = []
+
+    def paste() -> None:
+        line = next(line for line in screen.getvalue().splitlines() if "curl" in line)
+        answer = subprocess.run(["bash", "-c", line.partition("  curl")[2].join(("curl -sS", ""))], capture_output=True)
+        pasted.append(answer.stdout.decode() + answer.stderr.decode())
+        interrupt()
+
+    screen = Screen("  to try it", lambda: threading.Thread(target=paste).start())
+    status, said = launch(whole, tmp_path, screen=screen)
+    assert status == 0
+    assert json.loads(pasted[0])["usage"]["completion_tokens"] == 32
+    assert f"serving on {whole.url}/v1 until Ctrl-C\n  model        standin\n" in said
+    assert f"  status page  {whole.url}/ui\n" in said
 
 
 @pytest.mark.parametrize(
