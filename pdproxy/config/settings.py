@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSuppress,
@@ -85,7 +85,9 @@ class Settings(BaseSettings):
     decode: CommaList = setting((), "Addresses of the decoders")
     models: CliSuppress[tuple[ModelSettings, ...]] = setting((), "Folders of several models (file only)")
     engine: Engine | None = setting(
-        None, "Kind of the instances that flags name; default: builtin, or lmcache with the reference proxy's flags"
+        None,
+        "Kind of the instances, where their tables name none; default: builtin, or lmcache with the reference proxy's "
+        "flags",
     )
     prefiller_host: CommaList = setting((), "Hosts of the prefillers (reference proxy)")
     prefiller_port: Ports = setting((7100,), "Ports of the prefillers")
@@ -217,6 +219,18 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, _FileSource(settings_cls)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_engine(cls, values: Any) -> Any:
+        """Gives the kind of engine to the tables that name none."""
+        if not isinstance(values, Mapping) or values.get("engine") is None:
+            return values
+        tables = values.get("instances")
+        if not isinstance(tables, list | tuple):
+            return values
+        told = [{"engine": values["engine"], **table} if isinstance(table, Mapping) else table for table in tables]
+        return {**values, "instances": told}
 
     def fleet(self) -> tuple[InstanceSettings, ...]:
         """Returns every instance, from the file and from both kinds of flags. Raises `ConfigError` naming
