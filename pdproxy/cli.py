@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -100,6 +101,8 @@ def serve(context: typer.Context) -> None:
         from pdproxy.telemetry.log import configure
 
         configure(settings.log_level, settings.log_format)
+        for told in config.unknown_variables(os.environ):
+            logging.getLogger("pdproxy").warning(told)
         Server(assemble(settings)).run()
 
 

@@ -7,9 +7,11 @@ their own names, so that its launch lines work as they are.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +56,9 @@ from pdproxy.config.values import (
     Seconds,
 )
 from pdproxy.errors import ConfigError
+
+_NO_OPTIONS = re.compile(r"URL$|TEST_|REQUIRE_PUBLISHED$|SCREENSHOTS$|VLLM_PYTHON$|SERVICE_(HOST|PORT)|PORT_\d+_")
+"""The names, after the prefix, of variables that are not meant for the proxy."""
 
 
 def setting(default: object, text: str, **more: Any) -> Any:
@@ -300,7 +305,7 @@ class Settings(BaseSettings):
         hosts = self._hosts(self.prefiller_host, "prefiller_port", "num_prefillers")
         pairs = pair_hosts_and_ports("prefiller", hosts, self.prefiller_port, self.num_prefillers)
         for index, (host, port) in enumerate(pairs):
-            url = f"http://{host}:{port}"
+            url = _url(host, port)
             yield InstanceSettings(name=f"prefiller-{index}", role="prefill", url=url, engine=self.flag_engine)
 
     def _reference_decoders(self) -> Iterable[InstanceSettings]:
@@ -313,7 +318,7 @@ class Settings(BaseSettings):
             yield InstanceSettings(
                 name=f"decoder-{index}",
                 role="decode",
-                url=f"http://{host}:{port}",
+                url=_url(host, port),
                 engine=engine,
                 receiver_ports=init_ports if engine in ONLY_FOR["receiver_ports"] else (),
                 alloc_ports=alloc_ports if engine in ONLY_FOR["alloc_ports"] else (),
@@ -391,6 +396,10 @@ class Settings(BaseSettings):
         check_clashes(taken)
 
 
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 class _FileSource(PydanticBaseSettingsSource):
     """`_FileSource` reads the TOML file that flags or environment name as ``config``."""
 
@@ -416,6 +425,23 @@ def load(arguments: Sequence[str] = ()) -> Settings:
     settings = explained(lambda: Settings(_cli_parse_args=list(arguments)))
     settings._arguments = tuple(arguments)
     return settings
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Returns a sentence about each variable that looks like an option of the proxy and is none.
+
+    Those of the tools around it are left out, and those that Kubernetes sets for a service named pdproxy.
+    """
+    prefix = Settings.model_config.get("env_prefix", "")
+    known = [name.upper() for name in Settings.model_fields]
+    given = {name: name.upper().removeprefix(prefix) for name in environ if name.upper().startswith(prefix)}
+    wrong = {name: rest for name, rest in sorted(given.items()) if rest not in known and not _NO_OPTIONS.match(rest)}
+    near = {name: get_close_matches(rest, known, n=1) for name, rest in wrong.items()}
+    return [
+        f"{name} is in the environment, and there is no such option; "
+        + (f"did you mean {prefix}{meant[0]}?" if meant else "pdproxy serve --help lists those there are")
+        for name, meant in near.items()
+    ]
 
 
 def explained(make: Callable[[], Settings]) -> Settings:
