@@ -15,6 +15,7 @@ from pydantic_settings import CliApp
 
 from transfer.engine.config import EngineSettings
 from transfer.errors import TransferError
+from transfer.wire import bracketed
 
 if TYPE_CHECKING:
     from transfer.engine.ranks.link import Link
@@ -76,7 +77,8 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
             timeout_graceful_shutdown=2,
             lifespan="off",
         )
-        log.info("serving %s as %s on http://%s:%d", engine.model.name, settings.role, settings.host, settings.port)
+        place = f"{bracketed(settings.host)}:{settings.port}"
+        log.info("serving %s as %s on http://%s", engine.model.name, settings.role, place)
         server = uvicorn.Server(config)
         await serve_until(lost, server)
         if ranks.lost is not None:
