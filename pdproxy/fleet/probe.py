@@ -97,8 +97,9 @@ class Probe:
 
     async def look(self, instance: Instance) -> None:
         """Asks the instance once, and proves it if it needs that. Never raises for what an instance does."""
-        was = instance.health
+        was, why = instance.health, instance.why
         strange: UnlikeItsKind | None = None
+        is_misfit = False
         try:
             await self._ask(instance)
             # Before its canary the instance gets no requests anyway. Without a canary it is ready at once, and its
@@ -112,8 +113,10 @@ class Probe:
             instance.lost(f"it cannot be reached: {error}")
         except MalformedReply as error:
             instance.lost(str(error))
+            is_misfit = True
         except UnlikeItsKind as error:
             strange = error
+            is_misfit = True
         except (EngineUnreachable, EngineBroken) as error:
             instance.missed(f"it did not answer: {error}")
         except Exception:
@@ -121,12 +124,12 @@ class Probe:
             instance.lost("looking at it met a bug")
         if strange is not None:
             await self._judge(instance, strange)
-        if instance.health is not Health.DOWN or was is Health.DOWN:
+        if instance.health is not Health.DOWN or (was is Health.DOWN and why == instance.why):
             return
-        if instance.facts is None and strange is None:  # as a rule it is still starting
-            log.info("%s does not answer yet: %s", instance.name, instance.why)
-        else:
+        if is_misfit or (instance.facts is not None and was is not Health.DOWN):
             log.warning("%s is down: %s", instance.name, instance.why)
+        elif was is not Health.DOWN:  # as a rule it is still starting
+            log.info("%s does not answer yet: %s", instance.name, instance.why)
 
     async def _judge(self, instance: Instance, error: UnlikeItsKind) -> None:
         """Notes an answer that is not what the instance's kind of engine gives. It is asked once, for each error, of

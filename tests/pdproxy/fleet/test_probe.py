@@ -275,6 +275,27 @@ async def test_an_engine_of_another_kind_is_told_what_it_is(kind: str, told: dic
         await until_ready(house)
 
 
+async def test_another_kind_is_told_of_one_that_started_late(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine("prefill")
+    engine.fail_at |= dict.fromkeys(("/kv_buffer", *LOOKS), NOT_THERE)
+    engine.fail_at["/server_info"] = FakeReply(200, [b'{"model_path":"m"}'])
+    async with proxy_in_front_of([engine], wait=False) as house:
+        instance = house.proxy.pool.instances[0]
+        client = house.client_of(engine)
+        client.is_up = False
+        await look(house)
+        caplog.clear()
+        client.is_up = True
+        for _ in range(3):
+            await look(house)
+        # The proxy's own look may come at the same time as one of these.
+        [told] = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
+        assert told == f"prefill-0 is down: {instance.why}"
+        assert "this is SGLang" in told
+        engine.fail_at.clear()
+        await until_ready(house)
+
+
 async def test_an_engine_that_wants_a_key(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine("prefill")
     engine.fail_at["/v1/models"] = error_reply(401, "Unauthorized")
