@@ -690,7 +690,7 @@ class TestBeforeTorch:
         ("options", "says"),
         [
             ("--device cuda", "launch: --device cuda (in a file: launch.device): "),
-            ("--pd-buffer-size 1PiB", "launch: --pd-buffer-size (in a file: pd_buffer_size): "),
+            ("--pd-buffer-size 900TiB", "launch: --pd-buffer-size (in a file: pd_buffer_size): 900TiB is more than"),
             ("--pd-buffer-size 999999TB --decoders 2", "999999TB + 999999TB is more than the "),
             ("--pd-buffer-size 2G", "launch: --pd-buffer-size (in a file: pd_buffer_size): '2G' is not a size"),
             ("--model nowhere", "launch: there is no model folder nowhere; name one with --model"),

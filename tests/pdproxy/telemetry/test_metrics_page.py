@@ -63,8 +63,9 @@ async def test_metrics_are_those_in_the_document() -> None:
     assert "process_resident_memory_bytes" in page
 
 
-def finished(clock: Clock, *, stream: bool, num_failed: int = 0) -> RequestRecord:
+def finished(*, stream: bool, num_failed: int = 0, is_continued: bool = False) -> RequestRecord:
     """A request of 1 s before its first attempt, 2 s in line, 3 s until the first byte and 4 s of answer."""
+    clock = Clock()
     record = RequestRecord("r", "/v1/completions", clock=clock)
     record.stream = stream
     clock.now += 1.0
@@ -73,6 +74,9 @@ def finished(clock: Clock, *, stream: bool, num_failed: int = 0) -> RequestRecor
         clock.now += 2.0
         attempt.advance(Phase.DECODE)
         if number < num_failed:
+            if is_continued:
+                clock.now += 3.0
+                attempt.mark_first_byte()
             attempt.advance(Phase.FAILED)
     clock.now += 3.0
     attempt.mark_first_byte()
@@ -85,12 +89,13 @@ def finished(clock: Clock, *, stream: bool, num_failed: int = 0) -> RequestRecor
 async def test_the_time_to_first_token_is_the_clients() -> None:
     async with proxy_in_front_of() as house:
         tell = house.proxy.orchestrator._observer.request_finished
-        tell(finished(Clock(), stream=True))
-        tell(finished(Clock(), stream=True, num_failed=2))
-        tell(finished(Clock(), stream=False))
+        tell(finished(stream=True))
+        tell(finished(stream=True, num_failed=2))
+        tell(finished(stream=True, num_failed=1, is_continued=True))
+        tell(finished(stream=False))
         page = (await house.get("/metrics")).body.decode()
-    assert 'pdproxy_first_token_seconds_count{path="local"} 2.0' in page
-    assert 'pdproxy_first_token_seconds_sum{path="local"} 16.0' in page, "1 + 2 + 3, and 1 + 3 * 2 + 3"
+    assert 'pdproxy_first_token_seconds_count{path="local"} 3.0' in page
+    assert 'pdproxy_first_token_seconds_sum{path="local"} 22.0' in page, "1 + 2 + 3, 1 + 3 * 2 + 3, 1 + 2 + 3"
 
 
 async def test_phases_are_those_in_the_document() -> None:
