@@ -34,7 +34,7 @@ class EngineInfo:
     models: frozenset[str] = frozenset()
     """The names under which the instance serves its model."""
     cards: tuple[ModelCard, ...] = ()
-    """What the instance tells clients of each of these names."""
+    """The cards of these names, as the instance tells them to clients."""
     agreement: Mapping[str, str] = field(default_factory=dict)
     """The facts that must be equal in a pair. Where two instances both tell one of them and differ, one cannot read
     what the other writes.
