@@ -186,6 +186,8 @@ async def _until_ready(supervisor: Supervisor, plan: FleetPlan, timeout_s: float
 async def _greet(plan: FleetPlan, console: Console) -> None:
     """Says where the fleet is, which model it serves, and how to ask it at once."""
     models, is_locked = await served_models(plan.url)
+    told = {str(table["model"]) for engine in plan.engines for table in engine.tables if "model" in table}
+    models = models or sorted(told)
     key = " -H 'authorization: Bearer KEY'" if is_locked else ""
     body = json.dumps({"model": models[0] if models else "MODEL", "prompt": "Once upon a time", "max_tokens": 32})
     ask = f"curl {plan.url}/v1/completions -H 'content-type: application/json'{key} -d {shlex.quote(body)}"

@@ -6,11 +6,13 @@ import asyncio
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,17 @@ def test_what_a_launch_says_when_it_serves_can_be_pasted(tmp_path: Path) -> None
     assert json.loads(pasted[0])["usage"]["completion_tokens"] == 32
     assert f"serving on {whole.url}/v1 until Ctrl-C\n  model        standin\n" in said
     assert f"  status page  {whole.url}/ui\n" in said
+
+
+def test_where_clients_need_a_key_the_line_has_its_place(tmp_path: Path) -> None:
+    locked = plan(tmp_path, "near", "--locked")
+    table = {"name": "near", "model": "it's"}
+    locked = replace(locked, engines=(replace(locked.engines[0], tables=(table,)),))
+    _, said = launch(locked, tmp_path, screen=Screen("  to try it", interrupt))
+    line = next(line for line in said.splitlines() if "to try it" in line)
+    words = shlex.split(line)
+    assert words[words.index("-H") + 2 :][:2] == ["-H", "authorization: Bearer KEY"]
+    assert json.loads(words[-1])["model"] == "it's"
 
 
 @pytest.mark.parametrize(
