@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -100,6 +101,8 @@ def serve(context: typer.Context) -> None:
         from pdproxy.telemetry.log import configure
 
         log = configure(settings.log_level, settings.log_format)
+        for told in config.unknown_variables(os.environ):
+            logging.getLogger("pdproxy").warning(told)
         try:
             Server(assemble(settings)).run()
         finally:
@@ -152,14 +155,15 @@ def pages(
     from rich.console import Console
 
     from pdproxy.fleet.capacity import CapacityReport
-    from transfer.geometry import GeometryError, capacity, kv_geometry, load_config, parse_size
+    from transfer.geometry import GeometryError, capacity, kv_geometry, load_config, parse_size, unknown_type
 
     with one_line_errors("pdproxy", TransferError):
         buffer_bytes = parse_size(pd_buffer_size)
         if model is None and bytes_per_token is None:
             raise GeometryError("there is nothing to count: give --model, or --bytes-per-token by hand")
+        config = {} if bytes_per_token is not None or model is None else load_config(model)
         geometry = kv_geometry(
-            {} if bytes_per_token is not None or model is None else load_config(model),
+            config,
             tp_size=tp,
             kv_cache_dtype=kv_cache_dtype,
             cache=cache,
@@ -170,7 +174,9 @@ def pages(
             bytes_per_token=bytes_per_token,
             bytes_per_sequence=bytes_per_sequence,
         )
-        report = CapacityReport(geometry, capacity(geometry, buffer_bytes, chunk_size), buffer_bytes, tp)
+        report = CapacityReport(
+            geometry, capacity(geometry, buffer_bytes, chunk_size), buffer_bytes, tp, unknown_type(config)
+        )
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=2))
     else:

@@ -102,7 +102,8 @@ class Server(uvicorn.Server):
         try:
             self._proxy.listen()
             scheme, port = "https" if self.config.is_ssl else "http", sockets[0].getsockname()[1]
-            log.info("serving on %s://%s:%d", scheme, settings.host, port)
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            log.info("serving on %s://%s:%d", scheme, host, port)
             await super().serve(sockets)
         finally:
             for one in sockets:

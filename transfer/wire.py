@@ -345,6 +345,11 @@ class WrittenPages(msgspec.Struct, frozen=True, kw_only=True):
     num_senders: Ranks
 
 
+def bracketed(host: str) -> str:
+    """Returns a host as addresses with a port have it: an IPv6 address stands in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """An `Endpoint` tells where the receiver that grants this rank's pages listens for control messages. It is rank
     0's, for all ranks."""
@@ -355,7 +360,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def address(self) -> str:
-        return f"tcp://{self.host}:{self.port}"
+        return f"tcp://{bracketed(self.host)}:{self.port}"
 
 
 class PushParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -7,15 +7,17 @@ their own names, so that its launch lines work as they are.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSuppress,
@@ -55,6 +57,9 @@ from pdproxy.config.values import (
 )
 from pdproxy.errors import ConfigError
 
+_NO_OPTIONS = re.compile(r"URL$|TEST_|REQUIRE_PUBLISHED$|SCREENSHOTS$|VLLM_PYTHON$|SERVICE_(HOST|PORT)|PORT_\d+_")
+"""The names, after the prefix, of variables that are not meant for the proxy."""
+
 
 def setting(default: object, text: str, **more: Any) -> Any:
     """Returns an option of the proxy: its default, its help, and what else pydantic's `Field` takes."""
@@ -85,7 +90,9 @@ class Settings(BaseSettings):
     decode: CommaList = setting((), "Addresses of the decoders")
     models: CliSuppress[tuple[ModelSettings, ...]] = setting((), "Folders of several models (file only)")
     engine: Engine | None = setting(
-        None, "Kind of the instances that flags name; default: builtin, or lmcache with the reference proxy's flags"
+        None,
+        "Kind of the instances, where their tables name none; default: builtin, or lmcache with the reference proxy's "
+        "flags",
     )
     prefiller_host: CommaList = setting((), "Hosts of the prefillers (reference proxy)")
     prefiller_port: Ports = setting((7100,), "Ports of the prefillers")
@@ -230,6 +237,18 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, _FileSource(settings_cls)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_engine(cls, values: Any) -> Any:
+        """Gives the kind of engine to the tables that name none."""
+        if not isinstance(values, Mapping) or values.get("engine") is None:
+            return values
+        tables = values.get("instances")
+        if not isinstance(tables, list | tuple):
+            return values
+        told = [{"engine": values["engine"], **table} if isinstance(table, Mapping) else table for table in tables]
+        return {**values, "instances": told}
+
     def fleet(self) -> tuple[InstanceSettings, ...]:
         """Returns every instance, from the file and from both kinds of flags. Raises `ConfigError` naming
         the option.
@@ -298,7 +317,7 @@ class Settings(BaseSettings):
         hosts = self._hosts(self.prefiller_host, "prefiller_port", "num_prefillers")
         pairs = pair_hosts_and_ports("prefiller", hosts, self.prefiller_port, self.num_prefillers)
         for index, (host, port) in enumerate(pairs):
-            url = f"http://{host}:{port}"
+            url = _url(host, port)
             yield InstanceSettings(name=f"prefiller-{index}", role="prefill", url=url, engine=self.flag_engine)
 
     def _reference_decoders(self) -> Iterable[InstanceSettings]:
@@ -311,7 +330,7 @@ class Settings(BaseSettings):
             yield InstanceSettings(
                 name=f"decoder-{index}",
                 role="decode",
-                url=f"http://{host}:{port}",
+                url=_url(host, port),
                 engine=engine,
                 receiver_ports=init_ports if engine in ONLY_FOR["receiver_ports"] else (),
                 alloc_ports=alloc_ports if engine in ONLY_FOR["alloc_ports"] else (),
@@ -389,6 +408,10 @@ class Settings(BaseSettings):
         check_clashes(taken)
 
 
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 class _FileSource(PydanticBaseSettingsSource):
     """`_FileSource` reads the TOML file that flags or environment name as ``config``."""
 
@@ -414,6 +437,23 @@ def load(arguments: Sequence[str] = ()) -> Settings:
     settings = explained(lambda: Settings(_cli_parse_args=list(arguments)))
     settings._arguments = tuple(arguments)
     return settings
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Returns a sentence about each variable that looks like an option of the proxy and is none.
+
+    Those of the tools around it are left out, and those that Kubernetes sets for a service named pdproxy.
+    """
+    prefix = Settings.model_config.get("env_prefix", "")
+    known = [name.upper() for name in Settings.model_fields]
+    given = {name: name.upper().removeprefix(prefix) for name in environ if name.upper().startswith(prefix)}
+    wrong = {name: rest for name, rest in sorted(given.items()) if rest not in known and not _NO_OPTIONS.match(rest)}
+    near = {name: get_close_matches(rest, known, n=1) for name, rest in wrong.items()}
+    return [
+        f"{name} is in the environment, and there is no such option; "
+        + (f"did you mean {prefix}{meant[0]}?" if meant else "pdproxy serve --help lists those there are")
+        for name, meant in near.items()
+    ]
 
 
 def explained(make: Callable[[], Settings]) -> Settings:

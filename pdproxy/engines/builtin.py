@@ -92,6 +92,7 @@ class BuiltinAdapter:
             epoch=buffer.epoch,
             role=buffer.role,
             models=cards.names,
+            cards=cards.cards,
             agreement=_agreement(buffer),
             num_pages=buffer.num_pages,
             num_occupied=_num_occupied(buffer),

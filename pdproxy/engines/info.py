@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pdproxy.openai.answer import ModelCard
 from transfer.geometry import PageGroup
 
 
@@ -32,6 +33,8 @@ class EngineInfo:
     """The role, as the engine says; None where it does not know."""
     models: frozenset[str] = frozenset()
     """The names under which the instance serves its model."""
+    cards: tuple[ModelCard, ...] = ()
+    """The cards of these names, as the instance tells them to clients."""
     agreement: Mapping[str, str] = field(default_factory=dict)
     """The facts that must be equal in a pair. Where two instances both tell one of them and differ, one cannot read
     what the other writes.

@@ -192,7 +192,11 @@ class LMCacheAdapter:
     def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
         cards = read_model_cards(answers[MODEL_CARDS])
         facts = EngineInfo(
-            epoch=_epoch(answers[_METRICS]), role=self._role, models=cards.names, max_model_len=cards.max_model_len
+            epoch=_epoch(answers[_METRICS]),
+            role=self._role,
+            models=cards.names,
+            cards=cards.cards,
+            max_model_len=cards.max_model_len,
         )
         return facts if self._buffer is None else _with_buffer(facts, self._buffer)
 

@@ -100,6 +100,7 @@ class MooncakeAdapter:
         return EngineInfo(
             epoch=metrics.process_start or engine_id,
             models=cards.names,
+            cards=cards.cards,
             agreement={"block_size": str(metrics.block_size)} | dtype,
             num_pages=metrics.num_usable_blocks if self._role == "prefill" else 0,
             num_occupied=metrics.num_used_blocks if self._role == "prefill" else None,

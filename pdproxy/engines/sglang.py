@@ -132,6 +132,7 @@ class SglangAdapter:
             epoch=_epoch(told),
             role=_role(info),
             models=cards.names,
+            cards=cards.cards,
             agreement=_agreement(told),
             num_pages=self._num_rooms(info) if is_prefiller else 0,
             chunk_size=None,

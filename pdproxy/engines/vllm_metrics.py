@@ -75,7 +75,10 @@ def read_metrics(text: bytes, rank: int | None = None) -> VllmMetrics:
     configs = [labels for labels, _ in _samples(page, _CONFIG, rank)]
     if not configs:
         whose = "" if rank is None else f" of engine {rank}"
-        raise MalformedReply(f"its /metrics has no {_CONFIG}{whose}")
+        raise MalformedReply(
+            f"its /metrics has no {_CONFIG}{whose}: vLLM leaves it out with --disable-log-stats, and no option of the "
+            "proxy stands in for it; start vLLM without that"
+        )
     usage = _samples(page, _USAGE, rank) or _samples(page, _OLD_USAGE, rank)
     started = [value for _, value in _samples(page, _STARTED, None)]
     return VllmMetrics(

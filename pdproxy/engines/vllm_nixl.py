@@ -112,6 +112,7 @@ class VllmNixlAdapter:
         return EngineInfo(
             epoch=metrics.process_start,
             models=cards.names,
+            cards=cards.cards,
             agreement=_agreement(metrics, answers),
             num_pages=metrics.num_usable_blocks if self._role == "prefill" else 0,
             num_occupied=metrics.num_used_blocks if self._role == "prefill" else None,

@@ -63,10 +63,12 @@ class CapacityReport:
     capacity: PdCapacity
     buffer_bytes: int
     tp_size: int
+    unknown_type: str | None = None
+    """The model type, where transformers does not know it."""
 
     def as_json(self) -> dict[str, Any]:
         """Returns the numbers for one rank; the keys are a contract with scripts. ``grouped`` is there where layers are
-        unlike."""
+        unlike, and ``warning`` where the figures may be wrong."""
         told = {
             "bytes_per_token": self.geometry.bytes_per_token,
             "page_bytes": self.capacity.page_bytes,
@@ -74,6 +76,8 @@ class CapacityReport:
             "max_prompt_tokens": self.capacity.max_prompt_tokens,
             "groups": [asdict(group) for group in self.geometry.groups],
         }
+        if self.unknown_type is not None:
+            told["warning"] = doubt(self.unknown_type)
         return told if self.grouped is None else told | {"grouped": asdict(self.grouped)}
 
     @property
@@ -101,7 +105,8 @@ class CapacityReport:
     def _lines(self) -> list[str]:
         capacity, per_token = self.capacity, self.geometry.bytes_per_token
         unused = self.buffer_bytes - capacity.pages * capacity.page_bytes
-        lines = [
+        lines = [] if self.unknown_type is None else [doubt(self.unknown_type)]
+        lines += [
             f"one page: {capacity.chunk_size:,} tokens × {per_token:,} bytes = {_size(capacity.page_bytes)}",
             f"the buffer: {_size(self.buffer_bytes)} = {capacity.pages:,} pages, {unused:,} bytes unused",
             f"longest prompt that fits: {capacity.max_prompt_tokens:,} tokens",
@@ -111,18 +116,33 @@ class CapacityReport:
         return lines if self.grouped is None else lines + _grouped_lines(self.grouped, capacity.chunk_size)
 
 
+def doubt(model_type: str) -> str:
+    """Returns a sentence on the figures of a model whose type transformers does not know."""
+    return (
+        f"transformers does not know the model type {model_type!r}: these figures hold if every layer keeps K and V of "
+        "every token, as its config's numbers say; if not, give --bytes-per-token"
+    )
+
+
 def _grouped_lines(grouped: GroupedCapacity, chunk_size: int) -> list[str]:
     """Returns the results by page groups as lines of text, with a line for each kind of group."""
     longest = grouped.max_prompt_tokens
     counts = Counter(grouped.page_groups)
     return [
         "",
-        "as the built-in engine has it: pages for each group of layers, and only a prompt's tail of windowed ones",
+        f"{_whose(grouped)}: pages for each group of layers, and only a prompt's tail of windowed ones",
         f"one page: {chunk_size:,} tokens of one group = {_size(grouped.page_bytes)}; the groups:",
         *(f"  {count} × {_group(group)}" for group, count in counts.items()),
         f"the buffer: {grouped.pages:,} pages",
         "prompts of any length fit" if longest is None else f"longest prompt that fits: {longest:,} tokens",
     ]
+
+
+def _whose(grouped: GroupedCapacity) -> str:
+    """Returns whose pages these are. The built-in engine refuses models with layers that keep a state."""
+    if any(group.kind == "linear" for group in grouped.page_groups):
+        return "as an engine would have it that pages states, which the built-in engine does not"
+    return "as the built-in engine has it"
 
 
 def _group(group: PageGroup) -> str:

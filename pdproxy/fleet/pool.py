@@ -12,6 +12,7 @@ from pdproxy.config.values import Role
 from pdproxy.errors import InvalidRequest, ModelNotFound, NotReady
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.wanted import Wanted
+from pdproxy.openai.answer import ModelCard
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MIN_RETRY_AFTER_S = 1.0
@@ -168,6 +169,20 @@ class Pool:
             for role in ROLES
         ]
         return sorted(set.intersection(*names))
+
+    def card(self, name: str) -> dict[str, Any]:
+        """Returns what the ready instances tell of a model, where they tell it: ``max_model_len``, the smallest one in
+        tokens; ``root`` and ``parent``."""
+        told: dict[str, Any] = {}
+        for instance in self._members.values():
+            if not instance.is_ready or instance.facts is None or name not in instance.models:
+                continue
+            card = next((card for card in instance.facts.cards if card.id == name), ModelCard(name))
+            lengths = told.get("max_model_len"), card.max_model_len or instance.facts.max_model_len
+            told["max_model_len"] = min(filter(None, lengths), default=None)
+            told["root"] = told.get("root") or card.root
+            told["parent"] = told.get("parent") or card.parent
+        return {field: value for field, value in told.items() if value is not None}
 
     def check_named(self, model: str | None) -> None:
         """Raises `InvalidRequest` where several models are served and the request names none of them; `NotReady` where

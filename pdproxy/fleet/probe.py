@@ -17,8 +17,10 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
+from pdproxy.engines import recognise
 from pdproxy.engines.adapter import MalformedReply
 from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, LocalFault
+from pdproxy.engines.info import EngineInfo
 from pdproxy.errors import EngineReply, LegNotTried, ProxyError
 from pdproxy.fleet.instance import Health, Instance
 from pdproxy.fleet.pool import Pool
@@ -69,6 +71,15 @@ class ExpectedBuffer:
     pages: int
     page_bytes: int
     chunk_size: int
+
+
+class UnlikeItsKind(Exception):
+    """`UnlikeItsKind` says that an engine has answered a look with an error, or (`is_read`) with what its kind does not
+    say. It may be an engine of another kind."""
+
+    def __init__(self, why: str, *, is_read: bool = False) -> None:
+        super().__init__(why)
+        self.is_read = is_read
 
 
 class Probe:
@@ -123,7 +134,9 @@ class Probe:
 
         Returns False where this machine could not even ask: that proves nothing, and the instance keeps its health.
         """
-        was, stalled_s = instance.health, self._stalled_s()
+        was, why, stalled_s = instance.health, instance.why, self._stalled_s()
+        strange: UnlikeItsKind | None = None
+        is_misfit = False
         try:
             await self._ask(instance)
             # Before its canary the instance gets no requests anyway. Without a canary it is ready at once, and its
@@ -141,6 +154,10 @@ class Probe:
             instance.lost(f"it cannot be reached: {error}")
         except MalformedReply as error:
             instance.lost(str(error))
+            is_misfit = True
+        except UnlikeItsKind as error:
+            strange = error
+            is_misfit = True
         except (EngineUnreachable, EngineBroken) as error:
             if self._stalled_s() - stalled_s < STALL_SHARE * self._timeout_s:
                 instance.missed(f"it did not answer: {error}")
@@ -150,9 +167,37 @@ class Probe:
         except Exception:
             log.exception("looking at %s met a bug", instance.name)
             instance.lost("looking at it met a bug")
-        if instance.health is Health.DOWN and was is not Health.DOWN:
+        if strange is not None:
+            await self._judge(instance, strange)
+        if instance.health is not Health.DOWN or (was is Health.DOWN and why == instance.why):
+            return True
+        if is_misfit or (instance.facts is not None and was is not Health.DOWN):
             log.warning("%s is down: %s", instance.name, instance.why)
+        elif was is not Health.DOWN:  # as a rule it is still starting
+            log.info("%s does not answer yet: %s", instance.name, instance.why)
         return True
+
+    async def _judge(self, instance: Instance, error: UnlikeItsKind) -> None:
+        """Notes an answer that is not what the instance's kind of engine gives. It is asked once, for each error, of
+        what other kind it may be."""
+        note = instance.lost if error.is_read else instance.missed
+        if str(error) in instance.why:
+            note(instance.why)
+        elif kind := await self._other_kind(instance):
+            instance.lost(f"{error}: {kind}")
+        else:
+            note(str(error))
+
+    async def _other_kind(self, instance: Instance) -> str | None:
+        answers: dict[str, bytes] = {}
+        try:
+            for path in recognise.LOOKS:
+                status, body = await instance.client.get(path, timeout_s=self._timeout_s)
+                if status == 200:
+                    answers[path] = body
+        except (EngineUnreachable, EngineBroken):
+            return None  # the next look begins anew
+        return recognise.other_kind(instance.adapter.name, answers)
 
     def _follow(self, watchers: TaskGroup) -> None:
         """Starts a watcher for each instance that has none, and stops those of instances that are gone."""
@@ -238,15 +283,17 @@ class Probe:
         async with instance.look_lock:
             was, look = instance.epoch, instance.asked()
             answers = {path: await self._get(instance, path) for path in instance.adapter.looks}
-            instance.heard(instance.adapter.read_facts(answers), look)
+            instance.heard(_facts(instance, answers), look)
         if instance.epoch != was:
             log.info("%s: %s, epoch %s", instance.name, instance.url, instance.epoch)
             self._compare(instance)
 
     async def _get(self, instance: Instance, path: str) -> bytes:
         status, body = await instance.client.get(path, timeout_s=self._timeout_s)
+        if status in (401, 403):
+            raise UnlikeItsKind(f"it did not answer: {path} is HTTP {status}; its key is said by --engine-api-key")
         if status != 200:
-            raise EngineBroken(f"{path} is HTTP {status}")
+            raise UnlikeItsKind(f"it did not answer: {path} is HTTP {status}")
         return body
 
     def _compare(self, instance: Instance) -> None:
@@ -355,3 +402,10 @@ class Probe:
 
 def _could_serve(instance: Instance, model: str | None) -> bool:
     return instance.serves(model) or instance.is_known_for(model)
+
+
+def _facts(instance: Instance, answers: dict[str, bytes]) -> EngineInfo:
+    try:
+        return instance.adapter.read_facts(answers)
+    except MalformedReply as error:
+        raise UnlikeItsKind(str(error), is_read=True) from None

@@ -52,6 +52,17 @@ async def until_served(url: str, names: Collection[str], timeout_s: float) -> tu
             await asyncio.sleep(INTERVAL_S)
 
 
+async def served_models(url: str) -> tuple[list[str], bool]:
+    """Returns the names of the models that the proxy at `url` serves, and whether its clients need a key: then it does
+    not tell the names, and the list is empty."""
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=TIMEOUT_S) as client:
+        try:
+            reply = await client.get(f"{url}/v1/models")
+            return [card["id"] for card in reply.json().get("data", ())], reply.status_code == httpx.codes.UNAUTHORIZED
+        except (httpx.TransportError, ValueError):
+            return [], False
+
+
 def _nothing_served(name: str, fleet: Iterable[Standing], timeout_s: float) -> NothingServed:
     return NothingServed(name, timeout_s, next((one.why for one in fleet if one.name == name), UNKNOWN))
 

@@ -3,10 +3,12 @@ together."""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,26 +16,30 @@ from rich.console import Console
 from rich.text import Text
 
 from pdproxy.launch.agreement import check_agreement, check_all_agree
-from pdproxy.launch.canaries import until_served
+from pdproxy.launch.canaries import served_models, until_served
 from pdproxy.launch.errors import Interrupted, PreflightError
 from pdproxy.launch.file_plan import plan_file
 from pdproxy.launch.fleet_plan import FleetPlan, plan_fleet
 from pdproxy.launch.keys import with_fresh_keys
-from pdproxy.launch.logs import FileLog, TerminalLog
+from pdproxy.launch.logs import FileLog, TerminalLog, doing
 from pdproxy.launch.machine import Machine, environment
 from pdproxy.launch.options import FleetOptions, RunOptions
 from pdproxy.launch.preflight import (
     check_buffer,
+    check_cuda,
+    check_memory,
     check_model,
     check_modules,
     check_ports,
     config_of,
+    memory_bytes,
     tiny_config_of,
 )
 from pdproxy.launch.process import Program
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.launch.tiny_model import make_tiny_model
 
+CHECKING = "checking the machine, its ports and the model"
 CANARIES_S = 30.0
 """The least seconds that the canaries have, however late the proxy was: a canary takes a moment."""
 AFTER_DRAIN_S = 10.0
@@ -46,7 +52,7 @@ async def launch(options: FleetOptions, command: Sequence[str], console: Console
     `command` finds the proxy's address in ``PDPROXY_URL``. With `is_once` its status ends the launch; otherwise only a
     failure of it does. Raises `LaunchError`; nothing is left running in any case.
     """
-    return await start(check(options), options.run, command, console)
+    return await start(check(options, console.print), options.run, command, console)
 
 
 async def launch_file(
@@ -59,8 +65,9 @@ async def launch_file(
     proxy_args: Sequence[str] = (),
 ) -> int:
     """Does the same as `launch` for a fleet that a file describes."""
-    plan = check_file(plan_file(path, run, Machine.here(), python=python, proxy_args=proxy_args), path)
-    return await start(plan, run, command, console)
+    plan = plan_file(path, run, Machine.here(), python=python, proxy_args=proxy_args)
+    console.print(CHECKING)
+    return await start(check_file(plan, path), run, command, console)
 
 
 async def start(plan: FleetPlan, run: RunOptions, command: Sequence[str], console: Console) -> int:
@@ -77,7 +84,7 @@ async def start(plan: FleetPlan, run: RunOptions, command: Sequence[str], consol
                 is_ready = True
                 status = await _run_command(supervisor, command, plan.url) if command else 0
                 if status == 0 and not run.is_once:
-                    console.print(Text.assemble("serving on ", (f"{plan.url}/v1", "bold"), " until Ctrl-C"))
+                    await _greet(plan, console)
                     await supervisor.until_one_dies()
                 return status
     except Interrupted as stop:
@@ -85,13 +92,14 @@ async def start(plan: FleetPlan, run: RunOptions, command: Sequence[str], consol
         return 0 if is_ready and not run.is_once else 128 + stop.signum
 
 
-def check(options: FleetOptions) -> FleetPlan:
-    """Returns the plan of these options, after it has checked what can be known before anything runs. Raises
-    `PreflightError`."""
+def check(options: FleetOptions, say: Callable[[str], None] = lambda text: None) -> FleetPlan:
+    """Returns the plan of these options, after it has checked what can be known before anything runs. `say` is told
+    when it begins with what takes a moment. Raises `PreflightError`."""
     if options.model is None and options.engine != "builtin":
         raise PreflightError(f"--engine {options.engine} needs a model folder; name one with --model")
     plan = plan_fleet(options, Machine.here())
     check_agreement(plan.engines)
+    say(CHECKING)
     check_needs(plan)
     return with_fresh_keys(plan, os.environ)
 
@@ -108,13 +116,20 @@ def check_file(plan: FleetPlan, path: Path) -> FleetPlan:
 
 def check_needs(plan: FleetPlan) -> None:
     """Checks models, buffers, ports and interpreters, whoever has chosen them. Raises `PreflightError`."""
-    for model in {needs.model for needs in plan.needs if needs.model is not None}:
+    models = {needs.model for needs in plan.needs if needs.model is not None}
+    for model in models:
         check_model(model)
-        if any(engine.buffer is not None for engine in plan.engines):
-            check_buffers(plan, config_of(model), model)
+    on_host = [one.buffer for one in plan.engines if one.buffer is not None and one.seat.device == "cpu"]
+    check_memory(on_host, memory_bytes())
     check_ports(plan.host, plan.ports)
     for python, modules in {(needs.python, needs.modules) for needs in plan.needs}:
         check_modules(modules, python)
+    pairs = zip(plan.engines, plan.needs, strict=True)
+    for python in {needs.python for one, needs in pairs if one.seat.device != "cpu" and "torch" in needs.modules}:
+        check_cuda(python)
+    if any(engine.buffer is not None for engine in plan.engines):
+        for model in models:  # the last, because it takes seconds
+            check_buffers(plan, config_of(model), model)
 
 
 def check_buffers(plan: FleetPlan, config: object, model: Path | None = None) -> None:
@@ -158,14 +173,28 @@ async def _until_ready(supervisor: Supervisor, plan: FleetPlan, timeout_s: float
     def on_ready(name: str, seconds: float) -> None:
         console.print(f"{name} is ready after {seconds:.1f} s")
 
-    with console.status(f"starting {plan.what}"):
+    with doing(console, f"starting {plan.what}"):
         await supervisor.until_ready(timeout_s, on_ready)
-    with console.status("waiting until a request has gone through each of them"):
+    with doing(console, "waiting until a request has gone through each of them"):
         left_s = max(CANARIES_S, deadline - time.monotonic())
         fleet = await supervisor.while_all_live(until_served(plan.url, plan.instances, left_s))
     for one in fleet:
         if not one.is_ready:
             console.print(f"{one.name} is not ready: {one.why}; it gets requests once it is")
+
+
+async def _greet(plan: FleetPlan, console: Console) -> None:
+    """Says where the fleet is, which model it serves, and how to ask it at once."""
+    models, is_locked = await served_models(plan.url)
+    told = {str(table["model"]) for engine in plan.engines for table in engine.tables if "model" in table}
+    models = models or sorted(told)
+    key = " -H 'authorization: Bearer KEY'" if is_locked else ""
+    body = json.dumps({"model": models[0] if models else "MODEL", "prompt": "Once upon a time", "max_tokens": 32})
+    ask = f"curl {plan.url}/v1/completions -H 'content-type: application/json'{key} -d {shlex.quote(body)}"
+    console.print(Text.assemble("serving on ", (f"{plan.url}/v1", "bold"), " until Ctrl-C"))
+    for what, value in (("model", ", ".join(models)), ("status page", f"{plan.url}/ui"), ("to try it", ask)):
+        if value:
+            console.print(f"  {what:<11}  {value}")
 
 
 async def _run_command(supervisor: Supervisor, command: Sequence[str], url: str) -> int:

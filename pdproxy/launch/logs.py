@@ -4,8 +4,8 @@ into files."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -53,6 +53,15 @@ def terminal() -> Console:
     a terminal wants any."""
     stream = cast(IO[str], LastingStream(sys.stderr))
     return Console(file=stream, stderr=True, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+@contextmanager
+def doing(console: Console, what: str) -> Iterator[None]:
+    """Says what is being done as long as the block lasts. A terminal shows that it goes on; elsewhere it is a line."""
+    if not console.is_terminal:
+        console.print(what)
+    with console.status(Text(what)):
+        yield
 
 
 class TerminalLog:

@@ -23,6 +23,27 @@ MISSING = """
 import importlib.util, sys
 print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 """
+WITHOUT_CUDA = """
+import ctypes, importlib.util, pathlib, runpy
+package = importlib.util.find_spec("torch")
+built = runpy.run_path(str(pathlib.Path(package.origin).with_name("version.py")))
+if built.get("hip"):
+    raise SystemExit
+if not built.get("cuda"):
+    raise SystemExit(print(f"its torch {built['__version__']} is built without CUDA"))
+number = ctypes.c_int(0)
+try:
+    driver = ctypes.CDLL("libcuda.so.1")
+    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number))
+    why = f"cuInit says {code}" if code else "CUDA_VISIBLE_DEVICES names none"
+except OSError:
+    why = "there is no libcuda.so.1"
+if not number.value:
+    print(f"there is no GPU for its torch here ({why})")
+"""
+"""Prints why torch could not compute on a GPU, and nothing where it could. The driver is asked directly, because torch
+takes seconds to import. An AMD GPU is left to torch."""
+MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 PYTHON_TIMEOUT_S = 60.0
 """The seconds that an interpreter may take to start; on a cold network disk it takes long."""
 
@@ -106,12 +127,7 @@ def _listening_inodes(port: int) -> Iterator[str]:
 def check_modules(names: Sequence[str], python: Path | None) -> None:
     """Checks that the engines' interpreter finds each module, without importing any; None means this interpreter.
     Raises `PreflightError`."""
-    command = (str(python or sys.executable), "-c", MISSING, *names)
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise PreflightError(f"--python {python} is no Python that runs: {error}") from None
-    if missing := answer.stdout.split():
+    if missing := _said_by(python, MISSING, *names).split():
         whose = "this Python" if python is None else f"--python {python}"
         way_out = (
             "pip install 'pdproxy[engine]' (in a checkout: scripts/install engine)"
@@ -119,6 +135,48 @@ def check_modules(names: Sequence[str], python: Path | None) -> None:
             else "name with --python that of the environment in which the engines are installed"
         )
         raise PreflightError(f"{whose} has no {', '.join(missing)}; {way_out}")
+
+
+def check_cuda(python: Path | None) -> None:
+    """Checks that torch in the engines' interpreter could compute on a GPU, without importing it. Raises
+    `PreflightError`."""
+    if why := _said_by(python, WITHOUT_CUDA).strip():
+        raise PreflightError(
+            f"--device cuda (in a file: launch.device): {why}; give --device cpu, or with --python a "
+            "Python whose torch has CUDA"
+        )
+
+
+def _said_by(python: Path | None, script: str, *args: str) -> str:
+    """Returns what a script prints that is run by this interpreter; None means our own. Raises `PreflightError`."""
+    command = (str(python or sys.executable), "-c", script, *args)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise PreflightError(f"--python {python} is no Python that runs: {error}") from None
+
+
+def check_memory(buffers: Sequence[Buffer], memory_bytes: int) -> None:
+    """Checks that PD buffers in host memory fit into it all together. Raises `PreflightError`."""
+    try:
+        wanted = sum(parse_size(buffer.size) * buffer.tp_size for buffer in buffers)
+    except GeometryError as error:
+        raise PreflightError(f"--pd-buffer-size (in a file: pd_buffer_size): {error}") from None
+    if wanted > memory_bytes:
+        sizes = " + ".join(f"{one.size}{f' × {one.tp_size}' if one.tp_size > 1 else ''}" for one in buffers)
+        raise PreflightError(
+            f"--pd-buffer-size (in a file: pd_buffer_size): {sizes} is more than the {memory_bytes / 2**30:.0f} GiB of "
+            "memory that there are here; lower it"
+        )
+
+
+def memory_bytes() -> int:
+    """Returns the bytes of memory that processes here may use: the machine's, or a container's limit."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in MEMORY_LIMITS:
+        with suppress(OSError, ValueError):  # there is no such file, or it says `max`
+            sizes.append(int(Path(path).read_text(encoding="ascii")))
+    return min(sizes)
 
 
 def check_model(model: Path) -> None:

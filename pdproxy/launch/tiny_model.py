@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from pdproxy.launch.errors import LaunchError, describe
+from pdproxy.launch.logs import doing
 from pdproxy.launch.machine import environment
 from pdproxy.launch.preflight import check_model
 from pdproxy.launch.process import Program
@@ -27,7 +27,7 @@ async def make_tiny_model(supervisor: Supervisor, folder: Path, console: Console
     command = (sys.executable, "-m", "transfer.engine.tiny", "--out", str(part), "--seed", "0")
     program = Program(name="tiny", command=command, env=environment("cpu"))
     try:
-        with console.status(Text(f"making a tiny random model in {folder}")):
+        with doing(console, f"making a tiny random model in {folder}"):
             process = await supervisor.run(program)
         if process.status:
             raise LaunchError("\n  ".join([f"making the tiny model {describe(process.status)}:", *process.tail]))

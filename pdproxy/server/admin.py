@@ -49,12 +49,12 @@ def admin_router(pool: Pool, membership: Membership, keys: ApiKeys, *, allow_lin
             await _check_addresses(settings)
         return _json(membership.add(settings).status(), 201)
 
-    @router.post(PATH + "/{name}/drain")
+    @router.post(PATH + "/{name:path}/drain")
     async def drain_instance(request: Request, name: str) -> Response:
         check(request)
         return _json(membership.drain(name).status())
 
-    @router.delete(PATH + "/{name}")
+    @router.delete(PATH + "/{name:path}")
     async def remove_instance(request: Request, name: str) -> Response:
         check(request)
         instance = membership.remove(name, force=_is_forced(request))

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdproxy import __version__
 from pdproxy.aio.descriptors import DescriptorBudget
-from pdproxy.errors import MethodNotAllowed, NoSuchRoute, NotReady, ProxyError, Unauthorized
+from pdproxy.errors import MethodNotAllowed, ModelNotFound, NoSuchRoute, NotReady, ProxyError, Unauthorized
 from pdproxy.fleet.pool import Pool
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.orchestrator.error_reply import error_headers
@@ -154,11 +154,20 @@ class Status:
 def _add_model_routes(app: FastAPI, pool: Pool, keys: ApiKeys) -> None:
     started = int(time.time())
 
+    def card(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": started, "owned_by": "pdproxy"} | pool.card(name)
+
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         keys.check(request.headers)
-        cards = [{"id": name, "object": "model", "created": started, "owned_by": "pdproxy"} for name in pool.models()]
-        return _json({"object": "list", "data": cards})
+        return _json({"object": "list", "data": [card(name) for name in pool.models()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        keys.check(request.headers)
+        if name not in pool.models():
+            raise ModelNotFound(f"the model {name!r} does not exist", param="model")
+        return _json(card(name))
 
 
 def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator) -> None:
@@ -173,11 +182,26 @@ def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator) -> 
         if orchestrator.is_draining:
             return _error(NotReady("the proxy is shutting down"))
         if not pool.is_ready:
-            return _error(NotReady("there is no ready prefiller, or no ready decoder"))
+            return _error(NotReady(f"there is no ready prefiller, or no ready decoder: {_who_is_not(pool)}"))
         return _json({"status": "ready"})
 
 
+def _who_is_not(pool: Pool) -> str:
+    """Returns who is not ready and why, in the order of the fleet."""
+    waiting = [one for one in pool.instances if not one.is_routable]
+    return "; ".join(f"{one.name} ({one.role}) is {one.health}{one.why and f': {one.why}'}" for one in waiting)
+
+
 def _add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None:
+    @app.get("/")
+    async def front_page() -> Response:
+        """Says whom one has reached, and what else there is to ask."""
+        routes = [
+            f"{method} {one.path}" for one in app.routes if isinstance(one, Route) for method in one.methods or ()
+        ]
+        routes = [route for route in routes if not route.startswith("HEAD")]  # Starlette adds it to some
+        return _json({"name": "pdproxy", "version": __version__, "status_page": "/ui", "routes": sorted(routes)})
+
     @app.get("/metrics")
     async def metrics_page() -> Response:
         return Response(metrics.render(), media_type=metrics.content_type)

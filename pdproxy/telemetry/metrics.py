@@ -53,6 +53,7 @@ class Metrics:
     def __init__(self, sources: Sources) -> None:
         self._phase_s = Durations("pdproxy_phase_seconds", "Where requests spend their time", "phase")
         self._request_s = Durations("pdproxy_request_seconds", "Whole requests", "path")
+        self._first_s = Durations("pdproxy_first_token_seconds", "Streams, until their first event", "path")
         self._requests = Counts("pdproxy_requests", "Finished requests", ("path", "reason", "outcome"))
         self._errors = Counts("pdproxy_errors", "Requests not served, by error code", ("code",))
         self._retries = Counts("pdproxy_retries", "Attempts beyond a request's first")
@@ -65,7 +66,14 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         for counted in (self._phase_s, self._request_s, self._requests, self._errors, self._retries, self._legs):
             registry.register(counted)
-        for counted in (self._prompt_tokens, self._kv_bytes, self._kv_pages, self._transfer_s, self._lag_s):
+        for counted in (
+            self._first_s,
+            self._prompt_tokens,
+            self._kv_bytes,
+            self._kv_pages,
+            self._transfer_s,
+            self._lag_s,
+        ):
             registry.register(counted)
         Gauge("pdproxy_build_info", "Always 1", ["version"], registry=registry).labels(__version__).set(1)
         for collector in (_Slots(sources.pool), FleetMetrics(sources.pool), _Requests(sources), _Signals(sources)):
@@ -83,8 +91,14 @@ class Metrics:
         self._requests.add((path, record.reason or "none", record.outcome))
         self._request_s.observe({path: record.total_s})
         self._phase_s.observe({"receive": record.receive_s})
+        first_s = None
         for attempt in record.attempts:
-            self._phase_s.observe(attempt.phase_seconds())
+            phases = attempt.phase_seconds()
+            self._phase_s.observe(phases)
+            if first_s is None and "decode" in phases:
+                first_s = attempt.started + attempt.total_seconds() - phases["decode"] - record.started
+        if record.stream and first_s is not None:  # whole answers are streams of the engines only
+            self._first_s.observe({path: first_s})
         if record.error is not None:
             self._errors.add((record.error,))
         if record.num_attempts > 1:

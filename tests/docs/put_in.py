@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.e2e.cluster import free_ports
 
-MODEL_FOLDER = re.compile(r"(?<![\w.])(?:/models/[\w.-]+|DIR\b)(?!'s)")
+MODEL_FOLDER = re.compile(r"(?<![\w.])(?:/models/[\w.-]+|\.demo/tiny-model|DIR\b)(?!'s)")
 NAME_OF_DIR = "DIR's last part"
 LOCAL_PORT = re.compile(r"(?<=\b127\.0\.0\.1:)\d{4,5}\b|(?<=\blocalhost:)\d{4,5}\b")
 PORT_OPTION = re.compile(r"--([\w-]+-)?port")

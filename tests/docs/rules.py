@@ -13,7 +13,7 @@ from collections.abc import Sequence
 LISTED = {
     r"(\./)?scripts/install\b.*": "installs; tests/scripts/test_install_script.py has it do so without a network",
     r"source \.venv/bin/activate": "the shell's own",
-    r"export \w+=.*": "the shell's own",
+    r"(export \w+=|kill %).*": "the shell's own",
     r"(pip|apt|apt-get) install .*": "installs from elsewhere",
     r"(\./)?scripts/test\b.*": "is what runs this",
     r"(\./)?scripts/(lint|check)": "is what a change is checked with, together with the tests",

@@ -30,6 +30,7 @@ from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.engines.http.base import REPLY, CheckSize, EngineBroken, EngineRefused, Source, read_whole
 from pdproxy.engines.http.base import Sink as BodySink
 from pdproxy.engines.info import EngineInfo
+from pdproxy.engines.recognise import LOOKS
 from pdproxy.fleet.page_count import pages_needed
 from transfer.engine.api_error import from_core
 from transfer.errors import TransferError
@@ -347,6 +348,8 @@ class FakeEngine(ScriptedEngine):
             await self.pass_point("sender_ended")
             self.ended_senders.append(seen.body["epoch"])
             return json_reply({"released": True})
+        if seen.path in LOOKS:  # those of other kinds
+            return error_reply(404, "there is no such path")
         assert seen.path == "/kv_transfer/cancel"
         return await self._cancel(seen.body["attempt"])
 

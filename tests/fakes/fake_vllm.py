@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from pdproxy.config.values import Engine, Role
+from pdproxy.engines.recognise import LOOKS
 from tests.fakes.fake_engine import FIRST_ID, WORDS, FakeReply, ScriptedEngine, Seen, error_reply, for_each, json_reply
 
 PARAMS = "kv_transfer_params"
@@ -67,6 +68,8 @@ class FakeVllm(ScriptedEngine):
             return json_reply({"version": self.version})
         if seen.path == "/metrics":
             return FakeReply(200, [self._metrics().encode()])
+        if seen.path in LOOKS:  # those of other kinds
+            return error_reply(404, "there is no such path")
         assert seen.path == "/v1/models"
         card = {"id": self.model, "object": "model", "root": f"/{self.model}", "parent": None}
         return json_reply({"object": "list", "data": [card | {"max_model_len": self.max_model_len}]})

@@ -16,12 +16,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.helpers.standin_http import Reply, event, serve
 
+LOCKED = "--locked"
+"""Among the instances: clients must show a key."""
+
 
 def reply(content: Any) -> Reply:
     return Reply(json.dumps(content).encode())
 
 
 async def route(method: str, path: str, body: bytes) -> Reply:
+    if path == "/v1/models" and LOCKED in sys.argv:
+        return Reply(b'{"error": {}}', status=401)
     if path == "/v1/models":
         return reply({"data": [{"id": "standin"}]})
     if path == "/status":
@@ -30,7 +35,7 @@ async def route(method: str, path: str, body: bytes) -> Reply:
         return reply({"status": "ok"})
     asked = json.loads(body)
     usage = {"prompt_tokens": len(asked["prompt"].split()), "completion_tokens": asked["max_tokens"]}
-    if not asked["stream"]:
+    if not asked.get("stream"):
         return reply({"choices": [{"index": 0, "text": "w", "finish_reason": "length"}], "usage": usage})
     return Reply(events=answer(asked["max_tokens"], usage))
 

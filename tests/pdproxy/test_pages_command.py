@@ -194,3 +194,21 @@ def test_help_loads_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"
+
+
+def test_a_model_type_that_transformers_does_not_know_is_said(tmp_path: Path, model: Path) -> None:
+    doubt = "transformers does not know the model type 'unheard_of'"
+    (tmp_path / "other").mkdir()
+    other = write(tmp_path / "other", SMALL)
+    assert doubt in " ".join(pages("--model", other, "--pd-buffer-size", "2GiB").stdout.split())
+    assert json.loads(pages("--model", other, "--pd-buffer-size", "2GiB", "--json").stdout)["warning"].startswith(doubt)
+    assert "does not know" not in pages("--model", model, "--pd-buffer-size", "2GiB").stdout
+
+
+def test_states_are_not_said_to_be_in_the_built_in_engines_pages(tmp_path: Path) -> None:
+    hybrid = LLAMA_3_1_8B | {"model_type": "qwen3_next", "head_dim": 256}
+    said = " ".join(pages("--model", write(tmp_path, hybrid), "--pd-buffer-size", "2GiB").stdout.split())
+    assert "as an engine would have it that pages states, which the built-in engine does not" in said
+    windowed = LLAMA_3_1_8B | {"model_type": "mistral", "sliding_window": 512}
+    said = " ".join(pages("--model", write(tmp_path, windowed), "--pd-buffer-size", "2GiB").stdout.split())
+    assert "as the built-in engine has it" in said

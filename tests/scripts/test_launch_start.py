@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
+import shlex
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +88,36 @@ def test_a_command_has_the_address_and_its_status_is_the_launchs(tmp_path: Path)
     assert status == 7
     assert "near is ready after" in said
     assert "far is not ready" not in said
+    assert said.index("starting 0 prefillers, 1 decoder and the proxy\n") < said.index("near is ready after")
+
+
+def test_what_a_launch_says_when_it_serves_can_be_pasted(tmp_path: Path) -> None:
+    whole = plan(tmp_path, "near")
+    pasted: list[str] = []
+
+    def paste() -> None:
+        line = next(line for line in screen.getvalue().splitlines() if "curl" in line)
+        answer = subprocess.run(["bash", "-c", line.partition("  curl")[2].join(("curl -sS", ""))], capture_output=True)
+        pasted.append(answer.stdout.decode() + answer.stderr.decode())
+        interrupt()
+
+    screen = Screen("  to try it", lambda: threading.Thread(target=paste).start())
+    status, said = launch(whole, tmp_path, screen=screen)
+    assert status == 0
+    assert json.loads(pasted[0])["usage"]["completion_tokens"] == 32
+    assert f"serving on {whole.url}/v1 until Ctrl-C\n  model        standin\n" in said
+    assert f"  status page  {whole.url}/ui\n" in said
+
+
+def test_where_clients_need_a_key_the_line_has_its_place(tmp_path: Path) -> None:
+    locked = plan(tmp_path, "near", "--locked")
+    table = {"name": "near", "model": "it's"}
+    locked = replace(locked, engines=(replace(locked.engines[0], tables=(table,)),))
+    _, said = launch(locked, tmp_path, screen=Screen("  to try it", interrupt))
+    line = next(line for line in said.splitlines() if "to try it" in line)
+    words = shlex.split(line)
+    assert words[words.index("-H") + 2 :][:2] == ["-H", "authorization: Bearer KEY"]
+    assert json.loads(words[-1])["model"] == "it's"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import socket
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
@@ -26,7 +29,16 @@ from pdproxy.launch.kinds import KINDS
 from pdproxy.launch.kinds.base import EnginePlan
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import FleetOptions, Side
-from pdproxy.launch.preflight import PortUse, check_modules, check_ports, config_of
+from pdproxy.launch.preflight import (
+    Buffer,
+    PortUse,
+    check_cuda,
+    check_memory,
+    check_modules,
+    check_ports,
+    config_of,
+    memory_bytes,
+)
 from tests.helpers.launch_scripts import said_by
 
 ROOT = Path(__file__).parents[2]
@@ -669,3 +681,56 @@ class TestCommandLine:
     @pytest.mark.parametrize("words", ["--prefillers 0", "--engine none_such", "--chunk-size 0", "--timeout 0"])
     def test_what_is_out_of_range(self, words: str) -> None:
         assert CliRunner().invoke(command.app, words.split()).exit_code == 2
+
+
+class TestBeforeTorch:
+    """What is refused before anything that takes seconds: neither torch nor transformers is imported for it."""
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ("--device cuda", "launch: --device cuda (in a file: launch.device): "),
+            ("--pd-buffer-size 900TiB", "launch: --pd-buffer-size (in a file: pd_buffer_size): 900TiB is more than"),
+            ("--pd-buffer-size 999999TB --decoders 2", "999999TB + 999999TB is more than the "),
+            ("--pd-buffer-size 2G", "launch: --pd-buffer-size (in a file: pd_buffer_size): '2G' is not a size"),
+            ("--model nowhere", "launch: there is no model folder nowhere; name one with --model"),
+        ],
+    )
+    def test_it_is_refused(
+        self,
+        options: str,
+        says: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        if "cuda" in options and torch.cuda.is_available():
+            pytest.skip("there is a GPU")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("pdproxy.launch.fleet.config_of", None)
+        monkeypatch.setattr("pdproxy.launch.fleet.check_ports", lambda host, ports: None)
+        result = CliRunner().invoke(command.app, shlex.split(options))
+        said = result.stderr
+        assert result.exit_code == 1
+        assert says in said
+        assert said.startswith("checking the machine")
+        assert not list(tmp_path.iterdir()), "something was started"
+
+    def test_the_check_for_a_gpu_imports_no_torch(self, tmp_path: Path) -> None:
+        """It takes the torch that the engines' Python finds, whose version file says enough."""
+        for cuda, says in (("None", "its torch 9.9+cpu is built without CUDA"), ("'12.8'", "there is no GPU for its")):
+            (tmp_path / "torch").mkdir(exist_ok=True)
+            (tmp_path / "torch/__init__.py").write_text("raise SystemExit('imported')")
+            (tmp_path / "torch/version.py").write_text(f"__version__ = '9.9+cpu'; cuda = {cuda}; hip = None")
+            python = tmp_path / "python"
+            python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} CUDA_VISIBLE_DEVICES= exec {sys.executable} "$@"\n')
+            python.chmod(0o700)
+            with pytest.raises(PreflightError, match=re.escape(says)):
+                check_cuda(python)
+
+    def test_memory_is_counted_for_all_ranks(self) -> None:
+        buffers = [Buffer(size="1GiB", chunk_size=1, tp_size=2), Buffer(size="2GiB", chunk_size=1)]
+        check_memory(buffers, 4 << 30)
+        with pytest.raises(PreflightError, match=r"1GiB × 2 \+ 2GiB is more than the 4 GiB of memory"):
+            check_memory(buffers, (4 << 30) - 1)
+        assert 0 < memory_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

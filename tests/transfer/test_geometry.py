@@ -26,6 +26,7 @@ from transfer.geometry import (
     num_skipped_tokens,
     parse_size,
 )
+from transfer.geometry.model import ByHand, Model
 
 # ── published models ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -461,6 +462,41 @@ def test_load_config_from_a_folder_and_from_a_file(tmp_path: Path) -> None:
 def test_load_config_keeps_an_unknown_model_type_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(COMPLETE))
     assert load_config(tmp_path) == COMPLETE
+
+
+def weights(folder: Path, **dtypes: str) -> None:
+    tensors = {name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]} for name, dtype in dtypes.items()}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    (folder / "model-00001-of-00002.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+class TestADtypeThatNoConfigNames:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        without = {name: value for name, value in COMPLETE.items() if "dtype" not in name}
+        (tmp_path / "config.json").write_text(json.dumps(without))
+        return tmp_path
+
+    def test_it_is_that_of_the_weights(self, folder: Path) -> None:
+        weights(folder, blocks="U8", scales="F8_E8M0", norm="BF16", router="F32")
+        (folder / "model-00002-of-00002.safetensors").write_bytes(b"not read")
+        assert Model(load_config(folder), ByHand()).dtype == "bfloat16"
+
+    def test_what_the_config_names_goes_first(self, folder: Path) -> None:
+        weights(folder, norm="BF16")
+        (folder / "config.json").write_text(json.dumps({**COMPLETE, "dtype": "float32"}))
+        assert Model(load_config(folder), ByHand()).dtype == "float32"
+
+    @pytest.mark.parametrize("content", [None, b"", b"\x08" + bytes(7) + b"[1, 2, 3", b"\xff" * 16])
+    def test_without_weights_it_is_asked_for(self, folder: Path, content: bytes | None) -> None:
+        if content is not None:
+            (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(GeometryError, match="nor have weights beside it; give it by hand with --dtype"):
+            kv_geometry(load_config(folder))
+
+    def test_the_card_of_gpt_oss(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_hidden_layers": 24}))
+        assert Model(load_config(tmp_path), ByHand()).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,17 @@ async def test_from_reservation_to_release(world: World) -> None:
     assert world.proxy.count(wire.KvFailed, "a") == 0
 
 
+async def test_a_receiver_at_an_address_of_ipv6(world: World) -> None:
+    decoder, prefiller = await world.decoder(config=replace(PATIENT, host="::1")), world.prefiller()
+    assert {one.address for one in decoder.receiver.endpoints} == {f"tcp://[::1]:{decoder.receiver.endpoints[0].port}"}
+    push = await world.open(prefiller, decoder)
+    fill(push, 0, 1)
+    await push.finish()
+    assert (await decoder.receiver.wait_ready("a")).num_tokens == 8
+    decoder.receiver.take("a")
+    decoder.receiver.consumed("a")
+
+
 async def test_one_session_serves_many_attempts(world: World) -> None:
     decoder, prefiller = await world.decoder(), world.prefiller()
     for attempt in ("a", "b", "c"):

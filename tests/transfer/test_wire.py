@@ -190,6 +190,7 @@ def test_push_params_without_what_they_need_are_refused(missing: str) -> None:
 
 def test_an_endpoint_is_an_address() -> None:
     assert PARAMS.receivers[0].address == "tcp://10.0.0.7:7300"
+    assert wire.Endpoint(rank=0, host="fd00::7", port=7300).address == "tcp://[fd00::7]:7300"
 
 
 # ── bounds ──────────────────────────────────────────────────────────────────────────────────────────────────────────

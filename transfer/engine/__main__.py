@@ -17,6 +17,7 @@ from transfer import logs
 from transfer.descriptors import RESERVE, Descriptors, raise_limit
 from transfer.engine.config import EngineSettings
 from transfer.errors import TransferError
+from transfer.wire import bracketed
 
 if TYPE_CHECKING:
     from transfer.engine.ranks.link import Link
@@ -82,7 +83,8 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
             timeout_graceful_shutdown=2,
             lifespan="off",
         )
-        log.info("serving %s as %s on http://%s:%d", engine.model.name, settings.role, settings.host, settings.port)
+        place = f"{bracketed(settings.host)}:{settings.port}"
+        log.info("serving %s as %s on http://%s", engine.model.name, settings.role, place)
         log.info("%d descriptors: enough for about %d connections", descriptors.limit, descriptors.num_free - RESERVE)
         server = EngineServer(config, descriptors)
         await serve_until(lost, server)

@@ -10,7 +10,9 @@ output matrix are zero): answers end by length, by a stop string, or by a ``logi
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -358,6 +360,9 @@ def main(
     window: Annotated[int | None, typer.Option(min=2, help="Tokens of the window, where there is one.")] = None,
 ) -> None:
     """Write a tiny random model with its tokenizer."""
+    if find_spec("torch") is None:
+        way_out = "pip install 'pdproxy[engine]' (in a checkout: scripts/install engine)"
+        sys.exit(f"error: this Python has no torch; {way_out}")
     disable_progress_bar()
     try:
         _shape(family, window)

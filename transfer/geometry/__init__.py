@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from transfer.errors import GeometryError
 from transfer.geometry.capacity import PdCapacity, capacity, parse_size
-from transfer.geometry.config import load_config, resolve_config
+from transfer.geometry.config import load_config, resolve_config, unknown_type
 from transfer.geometry.derive import kv_geometry, layer_groups
 from transfer.geometry.groups import KINDS, KvGeometry, LayerGroup
 from transfer.geometry.paging import (
@@ -51,4 +51,5 @@ __all__ = [
     "page_groups",
     "parse_size",
     "resolve_config",
+    "unknown_type",
 ]

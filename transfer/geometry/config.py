@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from transfer.errors import GeometryError
 from transfer.geometry.checks import first_line
 
+_BY_CARD = {"gpt_oss": "bfloat16"}
+"""The dtype of attention in models whose published config names none."""
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The names of dtypes in safetensors files."""
+_MAX_HEADER_BYTES = 100 * 10**6
+"""The longest header that safetensors itself reads."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 
 def load_config(path: str | Path) -> object:
     """Returns the config in a model folder or a JSON file, ready for `kv_geometry`.
 
-    It is a transformers config object where transformers knows the model type, otherwise the JSON object as it is.
+    It is a transformers config object where transformers knows the model type, otherwise the JSON object as it is. A
+    dtype that it does not name is that of the weights beside it, as engines take it, or of the model's card.
     Nothing is downloaded and no code of the folder is run. Raises `GeometryError` where there is no config to be read.
     """
     file = Path(path)
@@ -32,7 +40,32 @@ def load_config(path: str | Path) -> object:
         raise GeometryError(f"{file} is not JSON: {first_line(error)}") from error
     if not isinstance(raw, dict):
         raise GeometryError(f"{file} holds a JSON {type(raw).__name__} where a config object is expected")
+    if not _names_dtype(raw) and (dtype := _weights_dtype(file.parent) or _BY_CARD.get(str(raw.get("model_type")))):
+        raw = {**raw, "dtype": dtype}
     return resolve_config(raw)
+
+
+def _names_dtype(raw: Mapping[str, Any]) -> bool:
+    parts = [raw, *(part for name in _TEXT_PARTS if isinstance(part := raw.get(name), Mapping))]
+    return any(part.get(name) is not None for part in parts for name in ("dtype", "torch_dtype"))
+
+
+def _weights_dtype(folder: Path) -> str | None:
+    """Returns the dtype of the first tensor of floating point in the first file of weights, which is what transformers
+    loads a model with whose config names none. Returns None where there is no such file, or it cannot be read."""
+    for path in sorted(folder.glob("*.safetensors"))[:1]:
+        with suppress(OSError, ValueError, AttributeError), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            tensors = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+            found = (_DTYPES.get(one.get("dtype")) for name, one in tensors.items() if name != "__metadata__")
+            return next(filter(None, found), None)
+    return None
+
+
+def unknown_type(config: object) -> str | None:
+    """Returns the model type of a config that transformers does not know, so that only the names of its attributes say
+    what the model is like; None where it does, or where there is no type."""
+    return str(config["model_type"]) if isinstance(config, Mapping) and config.get("model_type") else None
 
 
 def resolve_config(raw: Mapping[str, Any]) -> object:

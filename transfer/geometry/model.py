@@ -87,7 +87,10 @@ class Model:
         `GeometryError` for a dtype that is not known."""
         name = self.dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
         if name is None:
-            raise GeometryError(f"the {self.text.model_type!r} config has no dtype; give it by hand with --dtype")
+            raise GeometryError(
+                f"the {self.text.model_type!r} config has no dtype, nor have weights beside it; give it "
+                "by hand with --dtype (pdproxy serve: --kv-cache-dtype)"
+            )
         if name not in _ELEMENT_BYTES:
             raise GeometryError(f"unknown dtype {name!r}; known are {', '.join(sorted(_ELEMENT_BYTES))}")
         return _ELEMENT_BYTES[name]

@@ -231,10 +231,12 @@ class Receiver:
     async def start(self) -> None:
         """Registers the buffer and opens the control socket. Raises `zmq.ZMQError` when the port is taken."""
         self._slabs.insert(0, await self._slab.start())
+        host = wire.bracketed(self._config.host)
+        self._socket.raw.set(zmq.IPV6, "[" in host)
         if self._config.port:
-            self._socket.raw.bind(f"tcp://{self._config.host}:{self._config.port}")
+            self._socket.raw.bind(f"tcp://{host}:{self._config.port}")
         else:
-            self._port = self._socket.raw.bind_to_random_port(f"tcp://{self._config.host}")
+            self._port = self._socket.raw.bind_to_random_port(f"tcp://{host}")
         self._socket.listen()
         if self._doorkeeper is not None:
             self._doorkeeper.listen()
@@ -890,5 +892,5 @@ def _notify_hosts(config: ReceiverConfig) -> AllowedHosts:
         return AllowedHosts(config.notify_hosts)
     if config.attempt_key is not None:
         return AllowedHosts([EVERYWHERE])
-    own = [f"[{config.host}]" if ":" in config.host else config.host]
+    own = [wire.bracketed(config.host)]
     return AllowedHosts([*THIS_MACHINE, *(host for host in own if host != EVERYWHERE)])

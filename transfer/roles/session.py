@@ -223,6 +223,7 @@ class Session:
     def start(self) -> None:
         """Begins to shake hands. `ready` tells how it went."""
         try:
+            self._socket.raw.set(zmq.IPV6, "[" in self.address)
             self._socket.raw.connect(self.address)
         except (zmq.ZMQError, ValueError) as error:
             self.lose(PeerLost(f"cannot connect to {self.address}: {error}"))

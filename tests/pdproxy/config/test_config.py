@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.config.lmcache_flags import pair_hosts_and_ports
-from pdproxy.config.settings import load
+from pdproxy.config.settings import load, unknown_variables
 from pdproxy.errors import ConfigError
 
 PAIR = ["--prefill", "http://p:1", "--decode", "http://d:1"]
@@ -197,3 +197,16 @@ def test_an_option_that_is_nearly_one_is_named() -> None:
         load(["--prot=9"])
     with pytest.raises(ConfigError, match=r"unrecognized arguments: --qqqqqqqq$"):
         load(["--qqqqqqqq"])
+
+
+def test_a_variable_that_is_no_option_is_told() -> None:
+    kubernetes = {"PDPROXY_SERVICE_HOST": "10.0.0.1", "PDPROXY_PORT_9100_TCP_ADDR": "10.0.0.1"}
+    right = {"PDPROXY_MAX_QUEUE": "1", "pdproxy_host": "h", "PDPROXY_URL": "http://h:1", "OTHER": "1"}
+    assert unknown_variables(right | kubernetes) == []
+    assert unknown_variables(right | {"PDPROXY_MAX_QEUE": "1", "PDPROXY_FROBNICATE": "1"}) == [
+        f"{wrong} is in the environment, and there is no such option; {way_out}"
+        for wrong, way_out in (
+            ("PDPROXY_FROBNICATE", "pdproxy serve --help lists those there are"),
+            ("PDPROXY_MAX_QEUE", "did you mean PDPROXY_MAX_QUEUE?"),
+        )
+    ]

@@ -152,3 +152,20 @@ def test_one_rank_and_all_ranks_of_an_engine() -> None:
 def test_fields_of_other_kinds_are_refused(more: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         InstanceSettings(**({"name": "d0", "role": "decode", "url": "http://d:1"} | more))
+
+
+@pytest.mark.parametrize("flags", [[], ["--engine", "mooncake"]], ids=["file", "flag"])
+def test_the_files_engine_is_that_of_the_tables_that_name_none(tmp_path: Path, flags: list[str]) -> None:
+    file = tmp_path / "fleet.toml"
+    tables = {"p0": ("prefill", ""), "d0": ("decode", ""), "odd": ("decode", 'engine = "sglang"\n')}
+    file.write_text(
+        'engine = "vllm_nixl"\n'
+        + "".join(
+            f'[[instances]]\nname = "{name}"\nrole = "{role}"\nurl = "http://{name}:1"\n{more}'
+            for name, (role, more) in tables.items()
+        )
+    )
+    kind = flags[1] if flags else "vllm_nixl"
+    assert [one.engine for one in load(["--config", str(file), *flags]).instances] == [kind, kind, "sglang"]
+    file.write_text(file.read_text().partition("\n")[2])
+    assert [one.engine for one in load(["--config", str(file)]).instances] == ["builtin", "builtin", "sglang"]

@@ -11,6 +11,7 @@ from pdproxy.config.values import FirstToken
 from pdproxy.engines.adapter import AttemptInfo, MalformedReply, PrefillReply, ReleaseCall
 from pdproxy.engines.info import EngineInfo, Receiver
 from pdproxy.engines.lmcache import READING_S, WRITING_S, LMCacheAdapter, LMCacheBuffer
+from pdproxy.openai.answer import ModelCard
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
 from pdproxy.openai.usage import PromptUsage
 
@@ -78,6 +79,7 @@ def test_a_decoders_buffer_is_its_operators_word() -> None:
             epoch="1.76e+09",
             role="decode",
             models=frozenset({"m", "lora"}),
+            cards=tuple(ModelCard(name, max_model_len=2048) for name in ("m", "lora")),
             num_pages=64,
             chunk_size=256,
             page_bytes=9,

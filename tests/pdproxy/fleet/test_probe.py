@@ -11,9 +11,10 @@ import pytest
 from pdproxy.aio.loop_lag import TICK_S
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.engines.http.base import EngineBroken
+from pdproxy.engines.recognise import LOOKS
 from pdproxy.fleet.instance import Health
 from pdproxy.fleet.probe import ExpectedBuffer
-from tests.fakes.fake_engine import BROKEN, FakeEngine, error_reply
+from tests.fakes.fake_engine import BROKEN, FakeEngine, FakeReply, error_reply
 from tests.fakes.fleet import make_instance, settings
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
 
@@ -24,6 +25,16 @@ async def look(house: Harness, number: int = 0) -> None:
 
 def stand_still(seconds: float) -> None:
     time.sleep(seconds)
+
+
+async def until_ready(house: Harness) -> None:
+    """Looks as often as it takes, in vain at most ten times."""
+    for _ in range(10):
+        for number in range(len(health(house))):
+            await look(house, number)
+        if house.proxy.pool.is_ready:
+            return
+    pytest.fail(repr(house.proxy.pool.instances))
 
 
 def health(house: Harness) -> list[Health]:
@@ -252,3 +263,91 @@ async def test_who_joins_is_looked_at_and_who_leaves_is_no_more() -> None:
         pool.add(make_instance(settings("decode-1", url="http://d0:1"), client=client))
         await until(lambda: pool.is_ready)
         assert house.decoder.calls[0].path == "/health"
+
+
+NOT_THERE = FakeReply(404, [b'{"detail":"Not Found"}'])
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "says"),
+    [
+        (
+            "builtin",
+            {"/version": b'{"version":"0.32.0"}', "/metrics": b'vllm:num_requests_running{engine="0"} 0.0\n'},
+            'it did not answer: /kv_buffer is HTTP 404: this is vLLM 0.32.0, and builtin is configured; say engine = "'
+            'vllm_nixl" (or lmcache or mooncake, as its connector is)',
+        ),
+        ("builtin", {"/server_info": b'{"model_path":"m","version":"0.5.23"}'}, "this is SGLang 0.5.23, and builtin"),
+        ("builtin", {"/get_model_info": b'{"model_path":"m"}'}, 'say engine = "sglang"'),
+        ("builtin", {"/version": b"42", "/metrics": b"python_info 1"}, "it did not answer: /kv_buffer is HTTP 404"),
+    ],
+)
+async def test_an_engine_of_another_kind_is_told_what_it_is(kind: str, told: dict[str, bytes], says: str) -> None:
+    engine = FakeEngine("prefill")
+    engine.fail_at |= dict.fromkeys(("/kv_buffer", *LOOKS), NOT_THERE)
+    engine.fail_at |= {path: FakeReply(200, [body]) for path, body in told.items()}
+    async with proxy_in_front_of([engine], wait=False) as house:
+        for _ in range(4):
+            await look(house)
+            engine.calls, calls = [], engine.calls
+        (why, state) = house.proxy.pool.instances[0].why, health(house)[0]
+        assert says in why
+        assert state is Health.DOWN
+        assert [call.path for call in calls] == ["/health", "/kv_buffer"], "it is asked about its kind once"
+        ready = await house.get("/ready")
+        assert ready.status == 503
+        assert why in ready.error["message"]
+        engine.fail_at.clear()
+        await until_ready(house)
+
+
+async def test_another_kind_is_told_of_one_that_started_late(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine("prefill")
+    engine.fail_at |= dict.fromkeys(("/kv_buffer", *LOOKS), NOT_THERE)
+    engine.fail_at["/server_info"] = FakeReply(200, [b'{"model_path":"m"}'])
+    async with proxy_in_front_of([engine], wait=False) as house:
+        instance = house.proxy.pool.instances[0]
+        client = house.client_of(engine)
+        client.is_up = False
+        await look(house)
+        caplog.clear()
+        client.is_up = True
+        for _ in range(3):
+            await look(house)
+        # The proxy's own look may come at the same time as one of these.
+        [told] = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
+        assert told == f"prefill-0 is down: {instance.why}"
+        assert "this is SGLang" in told
+        engine.fail_at.clear()
+        await until_ready(house)
+
+
+async def test_an_engine_that_wants_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine("prefill")
+    engine.fail_at["/v1/models"] = error_reply(401, "Unauthorized")
+    async with proxy_in_front_of([engine], wait=False) as house:
+        for _ in range(3):
+            await look(house)
+        assert "/v1/models is HTTP 401; its key is said by --engine-api-key" in house.proxy.pool.instances[0].why
+        assert "prefill-0 is down" in caplog.text
+        engine.fail_at.clear()
+        await until_ready(house)
+
+
+async def test_an_engine_that_is_still_starting_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with proxy_in_front_of(wait=False) as house:
+        client = house.client_of(house.prefiller)
+        client.is_up = False
+        await look(house)
+        assert "prefill-0 does not answer yet: it cannot be reached" in caplog.text
+        client.is_up = True
+        await until_ready(house)
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        client.is_up = False
+        await look(house)
+        assert [record.getMessage()[:17] for record in caplog.records if record.levelno == logging.WARNING] == [
+            "prefill-0 is down"
+        ]
+        client.is_up = True
+        await until_ready(house)

@@ -180,6 +180,18 @@ async def test_list() -> None:
         assert [one["routable"] for one in listed["data"]] == [True, True]
 
 
+@pytest.mark.parametrize("name", ["rack-1/decode", "a/drain", "/"])
+async def test_a_name_with_a_slash_can_be_drained_and_removed(name: str) -> None:
+    decoders = [FakeEngine("decode"), FakeEngine("decode")]
+    async with proxy_in_front_of(decoders=decoders, admin_key="operator", canary=False) as house:
+        assert (await ask(house, "DELETE", f"{PATH}/decode-1")).status == 200
+        assert (await ask(house, "POST", body=new(name=name, url="http://d1:1"))).status == 201
+        assert (await ask(house, "POST", f"{PATH}/{name}/drain")).json()["draining"] is True
+        assert house.proxy.pool.instances[-1].is_draining
+        assert (await ask(house, "DELETE", f"{PATH}/{name}")).json()["name"] == name
+        assert len(house.proxy.pool.instances) == 2
+
+
 async def test_replace_a_decoder_without_losing_a_request() -> None:
     async with proxy_in_front_of(admin_key="operator") as house:
         house.decoder.hang_at.add("middle")

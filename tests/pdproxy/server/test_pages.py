@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 
+from pdproxy import __version__
 from pdproxy.telemetry.log import Facts
-from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fake_engine import FakeEngine, FakeReply
 from tests.fakes.proxy_harness import proxy_in_front_of, until
 
 
@@ -17,6 +19,51 @@ async def test_health_ready_models() -> None:
         assert (await house.get("/ready")).json() == {"status": "ready"}
         models = (await house.get("/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["tiny"]
+
+
+async def test_models_are_told_as_the_engines_tell_them() -> None:
+    prefiller, decoder = FakeEngine("prefill"), FakeEngine("decode")
+    prefiller.max_model_len, decoder.max_model_len = 400, 300
+    cards = [{"id": "tiny", "root": "/models/tiny"}, {"id": "org/sql", "parent": "tiny", "max_model_len": 200}]
+    answer = FakeReply(200, [json.dumps({"object": "list", "data": cards}).encode()])
+    prefiller.fail_at["/v1/models"] = decoder.fail_at["/v1/models"] = answer
+    async with proxy_in_front_of([prefiller], [decoder]) as house:
+        adapter, tiny = (await house.get("/v1/models")).json()["data"]
+        created = tiny.pop("created")
+        assert adapter == {
+            "id": "org/sql",
+            "object": "model",
+            "created": created,
+            "owned_by": "pdproxy",
+            "parent": "tiny",
+            "max_model_len": 200,
+        }
+        assert tiny == {
+            "id": "tiny",
+            "object": "model",
+            "owned_by": "pdproxy",
+            "root": "/models/tiny",
+            "max_model_len": 300,
+        }
+        assert (await house.get("/v1/models/org/sql")).json() == adapter
+        missing = await house.get("/v1/models/other")
+        assert missing.status == 404
+        assert missing.json()["error"] == {
+            "message": "the model 'other' does not exist",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+
+
+async def test_the_root_says_what_it_is_and_where_to_go() -> None:
+    async with proxy_in_front_of() as house:
+        told = (await house.get("/")).json()
+        assert (told["name"], told["version"], told["status_page"]) == ("pdproxy", __version__, "/ui")
+        assert {"POST /v1/chat/completions", "GET /v1/models", "GET /ready", "GET /ui"} <= set(told["routes"])
+        for path in {route.partition(" ")[2] for route in told["routes"] if route.startswith("GET")}:
+            if "{" not in path and path != "/ui/events":
+                assert (await house.get(path)).status in (200, 403), path
 
 
 async def test_status() -> None:

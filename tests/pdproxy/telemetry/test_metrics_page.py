@@ -8,8 +8,12 @@ from pathlib import Path
 
 from pdproxy.admission.admission import AdmissionStatistics
 from pdproxy.kv_signals.board import BoardStatistics
+from pdproxy.telemetry.attempt_record import AttemptRecord, Phase
+from pdproxy.telemetry.attempt_record import Path as Way
+from pdproxy.telemetry.record import Outcome, RequestRecord
 from tests.fakes.fail_once import fail_once
 from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fleet import Clock
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
@@ -47,6 +51,7 @@ async def exercise(house: Harness) -> None:
     await house.post(prompt=3)
     fail_once(house.prefiller, "prefill")
     await house.post()
+    await house.post(stream=True)
 
 
 async def test_metrics_are_those_in_the_document() -> None:
@@ -56,6 +61,41 @@ async def test_metrics_are_those_in_the_document() -> None:
     assert exposed(page) == documented()
     assert len(documented()) > 30
     assert "process_resident_memory_bytes" in page
+
+
+def finished(*, stream: bool, num_failed: int = 0, is_continued: bool = False) -> RequestRecord:
+    """A request of 1 s before its first attempt, 2 s in line, 3 s until the first byte and 4 s of answer."""
+    clock = Clock()
+    record = RequestRecord("r", "/v1/completions", clock=clock)
+    record.stream = stream
+    clock.now += 1.0
+    for number in range(num_failed + 1):
+        record.attempt = attempt = AttemptRecord("r", path=Way.LOCAL, clock=clock)
+        clock.now += 2.0
+        attempt.advance(Phase.DECODE)
+        if number < num_failed:
+            if is_continued:
+                clock.now += 3.0
+                attempt.mark_first_byte()
+            attempt.advance(Phase.FAILED)
+    clock.now += 3.0
+    attempt.mark_first_byte()
+    clock.now += 4.0
+    attempt.advance(Phase.DONE)
+    record.end(Outcome.DONE)
+    return record
+
+
+async def test_the_time_to_first_token_is_the_clients() -> None:
+    async with proxy_in_front_of() as house:
+        tell = house.proxy.orchestrator._observer.request_finished
+        tell(finished(stream=True))
+        tell(finished(stream=True, num_failed=2))
+        tell(finished(stream=True, num_failed=1, is_continued=True))
+        tell(finished(stream=False))
+        page = (await house.get("/metrics")).body.decode()
+    assert 'pdproxy_first_token_seconds_count{path="local"} 3.0' in page
+    assert 'pdproxy_first_token_seconds_sum{path="local"} 22.0' in page, "1 + 2 + 3, 1 + 3 * 2 + 3, 1 + 2 + 3"
 
 
 async def test_phases_are_those_in_the_document() -> None:
