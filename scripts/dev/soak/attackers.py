@@ -100,8 +100,7 @@ class Attackers:
                 return "left"
             finally:
                 sending.cancel()
-                with contextlib.suppress(asyncio.CancelledError, OSError):
-                    await sending
+                await asyncio.gather(sending, return_exceptions=True)
 
     async def _send_crumbs(self) -> str:
         async with self._connection() as (_, writer):
