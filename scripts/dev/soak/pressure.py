@@ -40,7 +40,9 @@ MAX_DESCRIPTORS = 768
 MEMORY_BUDGET_MIB = 256
 QUIET_SHARE = 0.2
 """The share of the time in which the ordinary clients are alone."""
-CALM_S = 20.0
+LEASE_S = 10.0
+"""The seconds after which engines drop KV that nobody fetches. Until then the proxy may hold its pages."""
+CALM_S = 2 * LEASE_S
 """The seconds after the attack in which everything has to be as before."""
 START_TIMEOUT_S, REQUEST_LIMIT_S = 60.0, 60.0
 MAX_RATIO = 1.5
@@ -107,9 +109,10 @@ class Fleet(ProcessGroup):
         config.write_text("".join(self._tables()))
         serving = (sys.executable, "-P", "-m", "pdproxy", "serve", "--config", str(config), "--log-level", "debug")
         limits = ("--memory-budget", f"{MEMORY_BUDGET_MIB}MiB", "--port", str(self.port), "--proxy-port", "0")
+        lease = ("--engine-lease-s", str(LEASE_S))
         limited = f'ulimit -Sn 256; ulimit -Hn {MAX_DESCRIPTORS}; log=$1; shift; exec "$@" 2>"$log"'
         url = f"http://127.0.0.1:{self.port}"
-        command = ("sh", "-c", limited, "sh", str(self._work_dir / LOG), *serving, *limits)
+        command = ("sh", "-c", limited, "sh", str(self._work_dir / LOG), *serving, *limits, *lease)
         self.spawn(Program(name="pdproxy", command=command, ready_url=f"{url}/ready"))
         await self._supervisor.until_ready(START_TIMEOUT_S)
 
