@@ -8,6 +8,7 @@ requests that come in one go: the next begins when the last has been answered, w
 from __future__ import annotations
 
 import asyncio
+import select
 from collections import deque
 from typing import Any
 
@@ -25,6 +26,9 @@ from transfer.memory_budget import MemoryBudget
 
 MAX_HEAD_BYTES = 64 * 1024
 """The most bytes of a request's head, where it takes more than one read."""
+LOOK_S = 1.0
+"""Seconds between two looks whether a client is still there from whom nothing is read."""
+_GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -32,8 +36,9 @@ class ClientConnection(HttpToolsProtocol):
 
     Mutable state, besides uvicorn's (`cycle` is the latest request, `pipeline` those whose turn is still to come): the
     exchange whose turn it is; whether a head is under way, and its size; since when nothing was, on the loop's clock,
-    and the timer that looks whether that is too long; its share of the memory budget, for what its client has not taken
-    of answers, while that is more than a little.
+    and the timer that looks whether that is too long; the timer that looks for the client while requests wait in the
+    pipeline; its share of the memory budget, for what its client has not taken of answers, while that is more than a
+    little.
     """
 
     cycle: Any  # an `Exchange`, or uvicorn's own
@@ -59,6 +64,7 @@ class ClientConnection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._idle_since = 0.0
         self._rest_timer: asyncio.TimerHandle | None = None
+        self._line_timer: asyncio.TimerHandle | None = None
         self._unsent = memory.share()
 
     @property
@@ -90,8 +96,9 @@ class ClientConnection(HttpToolsProtocol):
         if isinstance(self.cycle, Exchange):
             self.cycle = None
         self.pipeline.clear()
-        if self._rest_timer is not None:
-            self._rest_timer.cancel()
+        for timer in (self._rest_timer, self._line_timer):
+            if timer is not None:
+                timer.cancel()
         self._unsent.release()
         super().connection_lost(exc)
         if turn is not None:
@@ -145,6 +152,7 @@ class ClientConnection(HttpToolsProtocol):
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((exchange, self.app))
+            self._watch_client()
 
     def on_body(self, body: bytes) -> None:
         if isinstance(self.cycle, Exchange):
@@ -167,6 +175,8 @@ class ClientConnection(HttpToolsProtocol):
         usual, self.app = self.app, app
         super().on_headers_complete()
         self.app = usual
+        if self.pipeline:
+            self._watch_client()
 
     def _measure_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
@@ -211,6 +221,23 @@ class ClientConnection(HttpToolsProtocol):
         super().shutdown()
         if self._turn is not None:
             self._turn.hurry()
+
+    def _watch_client(self) -> None:
+        """Looks for the client from time to time while requests of its wait in the pipeline. Nothing is read then, not
+        even the end, so that the loop would not notice that the client has gone before something is written."""
+        if self._line_timer is None:
+            self._line_timer = self.loop.call_later(LOOK_S, self._look_for_client)
+
+    def _look_for_client(self) -> None:
+        self._line_timer = None
+        if not self.pipeline or self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _GONE)
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._watch_client()
 
     def _rest(self) -> None:
         self._idle_since = self.loop.time()

@@ -370,6 +370,27 @@ async def test_gone_while_it_is_served(point: str, way: str) -> None:
         assert door.outcomes == ["client_gone"]
 
 
+@pytest.mark.parametrize("way", ["leave", "half_close"])
+@pytest.mark.parametrize("waiting", [post("b"), b"GET /ready HTTP/1.1\r\nhost: proxy\r\n\r\n"])
+@on_both_loops
+async def test_gone_while_another_request_waits_in_the_pipeline(
+    waiting: bytes, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read then, not even the end, and nothing is written."""
+    monkeypatch.setattr("pdproxy.server.connection.LOOK_S", 0.05)
+    async with front_door() as door:
+        door.play = stage = Stage("prefill")
+        client = await door.connect()
+        client.send(post("a") + waiting)
+        await stage.reached.wait()
+        await asyncio.sleep(0.12)
+        assert len(door.state.connections) == 1, "who is there stays"
+        getattr(client, way)()
+        await door.ended()
+        assert door.outcomes == ["client_gone"]
+        await door.is_empty()
+
+
 @on_both_loops
 async def test_gone_while_full() -> None:
     async with front_door() as door:
