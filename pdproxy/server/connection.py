@@ -36,9 +36,9 @@ class ClientConnection(HttpToolsProtocol):
 
     Mutable state, besides uvicorn's (`cycle` is the latest request, `pipeline` those whose turn is still to come): the
     exchange whose turn it is; whether a head is under way, and its size; since when nothing was, on the loop's clock,
-    and the timer that looks whether that is too long; the timer that looks for the client while requests wait in the
-    pipeline; its share of the memory budget, for what its client has not taken of answers, while that is more than a
-    little.
+    how much its client had not taken of answers then, and the timer that looks whether that is too long; the timer that
+    looks for the client while requests wait in the pipeline; its share of the memory budget, for what its client has
+    not taken of answers, while that is more than a little.
     """
 
     cycle: Any  # an `Exchange`, or uvicorn's own
@@ -63,6 +63,7 @@ class ClientConnection(HttpToolsProtocol):
         self._is_in_head = False
         self._num_head_bytes = 0
         self._idle_since = 0.0
+        self._num_unsent_bytes = 0
         self._rest_timer: asyncio.TimerHandle | None = None
         self._line_timer: asyncio.TimerHandle | None = None
         self._unsent = memory.share()
@@ -74,9 +75,10 @@ class ClientConnection(HttpToolsProtocol):
 
     def rests_since(self) -> float | None:
         """Returns since when nothing is under way, on the loop's clock; None where something is, or where the
-        connection is being closed."""
+        connection would not be closed at once: because it is being closed, or its client has not taken everything."""
         is_busy = self._is_in_head or (self.cycle is not None and not self.cycle.response_complete)
-        return None if is_busy or self.transport.is_closing() else self._idle_since
+        is_bound = is_busy or self.transport.is_closing() or self.transport.get_write_buffer_size() > 0
+        return None if is_bound else self._idle_since
 
     # ── the transport's calls ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -106,7 +108,8 @@ class ClientConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unsent.charge(self.transport.get_write_buffer_size())
+        self._num_unsent_bytes = self.transport.get_write_buffer_size()
+        self._unsent.charge(self._num_unsent_bytes)
 
     def resume_writing(self) -> None:
         self._unsent.release()
@@ -199,7 +202,7 @@ class ClientConnection(HttpToolsProtocol):
         self._turn = None
         self.server_state.total_requests += 1
         if self.transport.is_closing():
-            if self.flow.write_paused:  # to be closed when all was taken, which may be never
+            if self.transport.get_write_buffer_size():  # to be closed when all was taken, which may be never
                 self._rest()
             return
         if not self.pipeline:
@@ -241,6 +244,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def _rest(self) -> None:
         self._idle_since = self.loop.time()
+        self._num_unsent_bytes = self.transport.get_write_buffer_size()
         if self._rest_timer is None:
             self._rest_timer = self.loop.call_later(self.timeout_keep_alive, self._look)
 
@@ -253,17 +257,16 @@ class ClientConnection(HttpToolsProtocol):
         due_at = self._idle_since + self.timeout_keep_alive
         if self.loop.time() < due_at:
             self._rest_timer = self.loop.call_at(due_at, self._look)
-        elif self.flow.write_paused:
-            self._look_at_unsent()
+        elif (num_bytes := self.transport.get_write_buffer_size()) > 0:
+            self._look_at_unsent(num_bytes)
         else:
             self.timeout_keep_alive_handler()
 
-    def _look_at_unsent(self) -> None:
-        """Ends the connection of a client that has taken nothing of its answer since the last look. The answer's
-        exchange is over, and nobody else would ever take it out of memory."""
-        taken_bytes = self._unsent.num_bytes - self.transport.get_write_buffer_size()
-        if taken_bytes > 0:
-            self._unsent.give_back(taken_bytes)
+    def _look_at_unsent(self, num_bytes: int) -> None:
+        """Ends the connection of a client that has taken nothing of its answer since the last look: `num_bytes` are
+        left. The answer's exchange is over, and nobody else would ever take it out of memory."""
+        if num_bytes < self._num_unsent_bytes:
+            self._unsent.give_back(max(0, self._unsent.num_bytes - num_bytes))
             self._rest()
         else:
             self.transport.abort()
