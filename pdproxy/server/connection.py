@@ -8,6 +8,7 @@ requests that come in one go: the next begins when the last has been answered, w
 from __future__ import annotations
 
 import asyncio
+import select
 from collections import deque
 from typing import Any
 
@@ -25,6 +26,9 @@ from transfer.memory_budget import MemoryBudget
 
 MAX_HEAD_BYTES = 64 * 1024
 """The most bytes of a request's head, where it takes more than one read."""
+LOOK_S = 1.0
+"""Seconds between two looks whether a client is still there from whom nothing is read."""
+_GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -32,8 +36,9 @@ class ClientConnection(HttpToolsProtocol):
 
     Mutable state, besides uvicorn's (`cycle` is the latest request, `pipeline` those whose turn is still to come): the
     exchange whose turn it is; whether a head is under way, and its size; since when nothing was, on the loop's clock,
-    and the timer that looks whether that is too long; its share of the memory budget, for what its client has not taken
-    of answers, while that is more than a little.
+    how much its client had not taken of answers then, and the timer that looks whether that is too long; the timer that
+    looks for the client while requests wait in the pipeline; its share of the memory budget, for what its client has
+    not taken of answers, while that is more than a little.
     """
 
     cycle: Any  # an `Exchange`, or uvicorn's own
@@ -58,7 +63,9 @@ class ClientConnection(HttpToolsProtocol):
         self._is_in_head = False
         self._num_head_bytes = 0
         self._idle_since = 0.0
+        self._num_unsent_bytes = 0
         self._rest_timer: asyncio.TimerHandle | None = None
+        self._line_timer: asyncio.TimerHandle | None = None
         self._unsent = memory.share()
 
     @property
@@ -68,9 +75,10 @@ class ClientConnection(HttpToolsProtocol):
 
     def rests_since(self) -> float | None:
         """Returns since when nothing is under way, on the loop's clock; None where something is, or where the
-        connection is being closed."""
+        connection would not be closed at once: because it is being closed, or its client has not taken everything."""
         is_busy = self._is_in_head or (self.cycle is not None and not self.cycle.response_complete)
-        return None if is_busy or self.transport.is_closing() else self._idle_since
+        is_bound = is_busy or self.transport.is_closing() or self.transport.get_write_buffer_size() > 0
+        return None if is_bound else self._idle_since
 
     # ── the transport's calls ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -90,8 +98,9 @@ class ClientConnection(HttpToolsProtocol):
         if isinstance(self.cycle, Exchange):
             self.cycle = None
         self.pipeline.clear()
-        if self._rest_timer is not None:
-            self._rest_timer.cancel()
+        for timer in (self._rest_timer, self._line_timer):
+            if timer is not None:
+                timer.cancel()
         self._unsent.release()
         super().connection_lost(exc)
         if turn is not None:
@@ -99,7 +108,8 @@ class ClientConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unsent.charge(self.transport.get_write_buffer_size())
+        self._num_unsent_bytes = self.transport.get_write_buffer_size()
+        self._unsent.charge(self._num_unsent_bytes)
 
     def resume_writing(self) -> None:
         self._unsent.release()
@@ -145,6 +155,7 @@ class ClientConnection(HttpToolsProtocol):
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((exchange, self.app))
+            self._watch_client()
 
     def on_body(self, body: bytes) -> None:
         if isinstance(self.cycle, Exchange):
@@ -167,6 +178,8 @@ class ClientConnection(HttpToolsProtocol):
         usual, self.app = self.app, app
         super().on_headers_complete()
         self.app = usual
+        if self.pipeline:
+            self._watch_client()
 
     def _measure_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
@@ -189,7 +202,7 @@ class ClientConnection(HttpToolsProtocol):
         self._turn = None
         self.server_state.total_requests += 1
         if self.transport.is_closing():
-            if self.flow.write_paused:  # to be closed when all was taken, which may be never
+            if self.transport.get_write_buffer_size():  # to be closed when all was taken, which may be never
                 self._rest()
             return
         if not self.pipeline:
@@ -212,8 +225,26 @@ class ClientConnection(HttpToolsProtocol):
         if self._turn is not None:
             self._turn.hurry()
 
+    def _watch_client(self) -> None:
+        """Looks for the client from time to time while requests of its wait in the pipeline. Nothing is read then, not
+        even the end, so that the loop would not notice that the client has gone before something is written."""
+        if self._line_timer is None:
+            self._line_timer = self.loop.call_later(LOOK_S, self._look_for_client)
+
+    def _look_for_client(self) -> None:
+        self._line_timer = None
+        if not self.pipeline or self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _GONE)
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._watch_client()
+
     def _rest(self) -> None:
         self._idle_since = self.loop.time()
+        self._num_unsent_bytes = self.transport.get_write_buffer_size()
         if self._rest_timer is None:
             self._rest_timer = self.loop.call_later(self.timeout_keep_alive, self._look)
 
@@ -226,17 +257,16 @@ class ClientConnection(HttpToolsProtocol):
         due_at = self._idle_since + self.timeout_keep_alive
         if self.loop.time() < due_at:
             self._rest_timer = self.loop.call_at(due_at, self._look)
-        elif self.flow.write_paused:
-            self._look_at_unsent()
+        elif (num_bytes := self.transport.get_write_buffer_size()) > 0:
+            self._look_at_unsent(num_bytes)
         else:
             self.timeout_keep_alive_handler()
 
-    def _look_at_unsent(self) -> None:
-        """Ends the connection of a client that has taken nothing of its answer since the last look. The answer's
-        exchange is over, and nobody else would ever take it out of memory."""
-        taken_bytes = self._unsent.num_bytes - self.transport.get_write_buffer_size()
-        if taken_bytes > 0:
-            self._unsent.give_back(taken_bytes)
+    def _look_at_unsent(self, num_bytes: int) -> None:
+        """Ends the connection of a client that has taken nothing of its answer since the last look: `num_bytes` are
+        left. The answer's exchange is over, and nobody else would ever take it out of memory."""
+        if num_bytes < self._num_unsent_bytes:
+            self._unsent.give_back(max(0, self._unsent.num_bytes - num_bytes))
             self._rest()
         else:
             self.transport.abort()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import pytest
 
 from pdproxy.openai.request import GenerationRequest
 from pdproxy.orchestrator.context import Client
+from pdproxy.server.connection import ClientConnection
 from tests.fakes.both_loops import on_both_loops
 from tests.fakes.front_door import FrontDoor, echo, front_door, post, stream_echo
 from tests.fakes.proxy_harness import until
@@ -370,6 +372,27 @@ async def test_gone_while_it_is_served(point: str, way: str) -> None:
         assert door.outcomes == ["client_gone"]
 
 
+@pytest.mark.parametrize("way", ["leave", "half_close"])
+@pytest.mark.parametrize("waiting", [post("b"), b"GET /ready HTTP/1.1\r\nhost: proxy\r\n\r\n"])
+@on_both_loops
+async def test_gone_while_another_request_waits_in_the_pipeline(
+    waiting: bytes, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read then, not even the end, and nothing is written."""
+    monkeypatch.setattr("pdproxy.server.connection.LOOK_S", 0.05)
+    async with front_door() as door:
+        door.play = stage = Stage("prefill")
+        client = await door.connect()
+        client.send(post("a") + waiting)
+        await stage.reached.wait()
+        await asyncio.sleep(0.12)
+        assert len(door.state.connections) == 1, "who is there stays"
+        getattr(client, way)()
+        await door.ended()
+        assert door.outcomes == ["client_gone"]
+        await door.is_empty()
+
+
 @on_both_loops
 async def test_gone_while_full() -> None:
     async with front_door() as door:
@@ -470,6 +493,34 @@ async def test_a_connection_that_rests_too_long_is_closed(said: bytes) -> None:
         if len(said) > 20:
             assert (await client.answer()).body == b"hi"
         assert await client.rest() == b""
+
+
+@pytest.mark.parametrize("more", [(), ("connection: close",)])
+@on_both_loops
+async def test_a_client_that_does_not_take_the_last_bytes_is_let_go(more: tuple[str, ...]) -> None:
+    """What is left is too little for the connection to be full, and nobody waits for it."""
+    sizes = [32 << 20]
+
+    async def play(request: GenerationRequest, client: Client) -> None:
+        await client.answer(200, [], b"x" * sizes[-1])
+
+    async with front_door(keep_alive_s=0.3) as door:
+        door.play = play
+        for _ in range(2):  # the first one tells how much the system takes
+            with socket.socket() as deaf:
+                deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                deaf.connect(("127.0.0.1", door.port))
+                deaf.sendall(post("hi", *more))
+                await until(lambda: len(door.finished) == len(sizes))
+                await asyncio.sleep(0.05)
+                (connection,) = door.state.connections
+                assert isinstance(connection, ClientConnection)
+                num_left = connection.transport.get_write_buffer_size()
+                assert connection.rests_since() is None, "closing it would free nothing"
+                assert num_left > 0
+                assert connection.flow.write_paused is (len(sizes) == 1)
+                await door.is_empty()
+            sizes.append(sizes[-1] - num_left + 30_000)
 
 
 @on_both_loops
