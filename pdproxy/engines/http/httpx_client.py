@@ -246,9 +246,14 @@ class HttpxClient:
         await self._descriptors.room()
         self._begin()
         try:
-            async with self._http.stream("GET", path, timeout=timeout_s) as response:
+            async with (  # httpx's limit is for connecting and for each read: whoever sends byte by byte keeps to it
+                asyncio.timeout(2 * timeout_s),
+                self._http.stream("GET", path, timeout=timeout_s) as response,
+            ):
                 pieces = response.aiter_bytes()
                 return response.status_code, await read_whole(lambda: anext(pieces, b""), REPLY)
+        except TimeoutError:
+            raise EngineBroken(f"no whole answer within {2 * timeout_s:g} s") from None
         except _NOTHING_SENT as error:
             raise self._unreachable(error) from error
         except httpx.HTTPError as error:

@@ -628,6 +628,20 @@ async def test_nobody_answers_the_knock(make: Make) -> None:
             one.close()
 
 
+async def test_get_of_an_answer_that_trickles_takes_no_longer_than_it_may(make: Make) -> None:
+    async def trickle(wire: Wire) -> None:
+        await wire.request()
+        await wire.send(b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n")
+        for _ in range(500):
+            await wire.send(b"x")
+            await asyncio.sleep(0.02)
+
+    async with talking_to(trickle, make) as (peer, client):
+        with pytest.raises(EngineBroken):
+            await client.get("/", timeout_s=0.2)
+        await peer.wires[0].gone()
+
+
 async def test_get_takes_no_longer_than_it_may(make: Make) -> None:
     async with talking_to(once(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nabc", hold), make) as (peer, client):
         with pytest.raises(EngineBroken):
