@@ -429,6 +429,11 @@ class Instance(Place):
         self.is_draining = True
         self._changed()
 
+    def resume(self) -> None:
+        """Undoes `drain`."""
+        self.is_draining = False
+        self._changed()
+
     # ── work ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def bound(self) -> None:

@@ -84,6 +84,13 @@ class Membership:
         log.info("%s is draining", name)
         return instance
 
+    def resume(self, name: str) -> Instance:
+        """Undoes `drain`: the instance gets new attempts again. Raises `NoSuchInstance`."""
+        instance = self._find(name)
+        instance.resume()
+        log.info("%s is in use again", name)
+        return instance
+
     def remove(self, name: str, *, force: bool) -> Instance:
         """Takes the instance out of the fleet. Raises `NoSuchInstance`, and `InstanceConflict` for a busy one.
 

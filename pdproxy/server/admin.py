@@ -54,6 +54,11 @@ def admin_router(pool: Pool, membership: Membership, keys: ApiKeys, *, allow_lin
         check(request)
         return _json(membership.drain(name).status())
 
+    @router.post(PATH + "/{name:path}/resume")
+    async def resume_instance(request: Request, name: str) -> Response:
+        check(request)
+        return _json(membership.resume(name).status())
+
     @router.delete(PATH + "/{name:path}")
     async def remove_instance(request: Request, name: str) -> Response:
         check(request)

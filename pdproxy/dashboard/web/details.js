@@ -3,10 +3,17 @@
 const ACTS = {
   drain: {
     name: "Drain",
-    warns: ({ name, legs }) => `${name} gets no new requests; ${count(legs, "leg")} under way may finish. To use it again, remove it and add it anew.`,
+    warns: ({ name, legs }) => `${name} gets no new requests; ${count(legs, "leg")} under way may finish.`,
     method: "POST",
     path: (name) => `${name}/drain`,
     done: (name) => `${name} is draining.`,
+  },
+  resume: {
+    name: "Resume",
+    warns: ({ name }) => `${name} gets new requests again.`,
+    method: "POST",
+    path: (name) => `${name}/resume`,
+    done: (name) => `${name} is in use again.`,
   },
   remove: {
     name: "Remove",
@@ -84,13 +91,12 @@ class Details {
     say(byId("details-why"), card.why);
     show(byId("details-why"), card.why !== "");
     fillPairs(byId("details-facts"), factsOf(card));
-    const shown = JSON.stringify([this.question, card.word === "leaving", this.state.proxy.can_change]);
+    const offered = this.act === null && card.draining; // else a form stays as it is while the instance changes
+    const shown = JSON.stringify([this.question, card.word === "leaving", this.state.proxy.can_change, offered]);
     if (this.shown !== shown) { // else somebody may be typing
       this.shown = shown;
       byId("actions").replaceChildren(...this.actions(card));
     }
-    const drain = byId("actions").querySelector('[data-act="drain"]');
-    if (drain) drain.disabled = card.draining;
   }
 
   actions(card) {
@@ -98,12 +104,12 @@ class Details {
     if (!this.state.proxy.can_change) {
       return [element("p", "quiet", "To drain or remove instances from here, start the proxy with --admin-key-file.")];
     }
-    return this.act === null ? this.offers() : [this.form(card)];
+    return this.act === null ? this.offers(card) : [this.form(card)];
   }
 
-  offers() {
-    const buttons = ["drain", "remove"].map((act) => {
-      const button = element("button", act === "drain" ? "" : "danger", `${ACTS[act].name} …`);
+  offers(card) {
+    const buttons = [card.draining ? "resume" : "drain", "remove"].map((act) => {
+      const button = element("button", act === "remove" ? "danger" : "", `${ACTS[act].name} …`);
       button.type = "button";
       button.dataset.act = act;
       button.addEventListener("click", () => this.choose(act));
@@ -114,7 +120,7 @@ class Details {
 
   form(card) {
     const act = ACTS[this.act];
-    const confirm = element("button", this.act === "drain" ? "" : "danger", `${act.name} ${card.name}`);
+    const confirm = element("button", this.act === "drain" || this.act === "resume" ? "" : "danger", `${act.name} ${card.name}`);
     const cancel = element("button", "plain", "Cancel");
     const input = element("input", "");
     const warning = element("p", "", act.warns(card));

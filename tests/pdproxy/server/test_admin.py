@@ -40,7 +40,13 @@ def new(**different: Any) -> str:
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", PATH), ("POST", PATH), ("POST", PATH + "/decode-0/drain"), ("DELETE", PATH + "/decode-0")],
+    [
+        ("GET", PATH),
+        ("POST", PATH),
+        ("POST", PATH + "/decode-0/drain"),
+        ("POST", PATH + "/decode-0/resume"),
+        ("DELETE", PATH + "/decode-0"),
+    ],
 )
 async def test_off_without_a_key_and_closed_without_the_right_one(method: str, path: str) -> None:
     async with proxy_in_front_of() as house:
@@ -199,6 +205,9 @@ async def test_replace_a_decoder_without_losing_a_request() -> None:
         await house.decoder.reached("middle")
         assert (await ask(house, "POST", PATH + "/decode-0/drain")).json()["draining"] is True
         assert (await house.post()).status == 503, "it gets nothing new"
+        assert (await ask(house, "POST", PATH + "/decode-0/resume")).json()["draining"] is False
+        assert house.proxy.pool.is_ready
+        assert (await ask(house, "POST", PATH + "/decode-0/drain")).json()["draining"] is True
         busy = await ask(house, "DELETE", PATH + "/decode-0")
         assert (busy.status, busy.error["code"], busy.error["param"]) == (409, "instance_conflict", "force")
         house.decoder.let_go("middle")
@@ -268,7 +277,11 @@ async def test_bodies_that_name_no_instance(body: str, param: str | None, says: 
 
 async def test_who_is_not_there_and_what_is_not_understood() -> None:
     async with proxy_in_front_of(admin_key="operator") as house:
-        for method, path in (("DELETE", PATH + "/nobody"), ("POST", PATH + "/nobody/drain")):
+        for method, path in (
+            ("DELETE", PATH + "/nobody"),
+            ("POST", PATH + "/nobody/drain"),
+            ("POST", PATH + "/nobody/resume"),
+        ):
             answer = await ask(house, method, path)
             assert (answer.status, answer.error["code"]) == (404, "no_such_instance")
         assert (await ask(house, "POST", body=new(name="decode-0"))).status == 409
