@@ -25,7 +25,7 @@ from pdproxy.server.response_head import ResponseHeadWriter
 from transfer.memory_budget import MemoryBudget
 
 MAX_HEAD_BYTES = 64 * 1024
-"""The most bytes of a request's head, where it takes more than one read."""
+"""The most bytes of a request's head beyond one read, and of what else is no body: the trailers behind it."""
 LOOK_S = 1.0
 """Seconds between two looks whether a client is still there from whom nothing is read."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
@@ -35,7 +35,8 @@ class ClientConnection(HttpToolsProtocol):
     """ClientConnection is what uvicorn calls a protocol.
 
     Mutable state, besides uvicorn's (`cycle` is the latest request, `pipeline` those whose turn is still to come): the
-    exchange whose turn it is; whether a head is under way, and its size; since when nothing was, on the loop's clock,
+    exchange whose turn it is; whether a head or trailers are under way, their size without the first read (-1 in that
+    read), and whether the head is over; since when nothing was, on the loop's clock,
     how much its client had not taken of answers then, and the timer that looks whether that is too long; the timer that
     looks for the client while requests wait in the pipeline; its share of the memory budget, for what its client has
     not taken of answers, while that is more than a little.
@@ -61,6 +62,7 @@ class ClientConnection(HttpToolsProtocol):
         self._descriptors = descriptors
         self._turn: Exchange | None = None
         self._is_in_head = False
+        self._is_past_head = False
         self._num_head_bytes = 0
         self._idle_since = 0.0
         self._num_unsent_bytes = 0
@@ -123,13 +125,18 @@ class ClientConnection(HttpToolsProtocol):
         self.url = b""
         self.headers = []
         self.expect_100_continue = False
-        self._is_in_head = True
-        self._num_head_bytes = 0
+        self._is_past_head = False
+        self._await_lines()
         self._idle_since = self.loop.time()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a line of the head. Trailers are dropped: nobody wants them, and they have no limit of their own."""
+        if not self._is_past_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Decides who serves the request: an `Exchange`, or uvicorn. It waits in the pipeline for earlier requests."""
-        self._is_in_head = False
+        self._is_in_head, self._is_past_head = False, True
         parser, headers = self.parser, self.headers
         if codings.is_foreign(headers):
             self._hand_to_uvicorn(codings.refuse)
@@ -157,13 +164,19 @@ class ClientConnection(HttpToolsProtocol):
             self.pipeline.appendleft((exchange, self.app))
             self._watch_client()
 
+    def on_chunk_header(self) -> None:
+        """Expects trailers: behind the last chunk's header, which cannot be told from another's, no body comes."""
+        self._await_lines()
+
     def on_body(self, body: bytes) -> None:
+        self._is_in_head = False
         if isinstance(self.cycle, Exchange):
             self.cycle.take(body)
         else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._is_in_head = False
         if isinstance(self.cycle, Exchange):
             self.cycle.has_all()
         else:
@@ -181,8 +194,14 @@ class ClientConnection(HttpToolsProtocol):
         if self.pipeline:
             self._watch_client()
 
+    def _await_lines(self) -> None:
+        self._is_in_head = True
+        self._num_head_bytes = -1
+
     def _measure_head(self, num_bytes: int) -> None:
-        self._num_head_bytes += num_bytes
+        """Notes that a read of `num_bytes` has ended within a head. The first one may have begun with something else,
+        and does not count."""
+        self._num_head_bytes = 0 if self._num_head_bytes < 0 else self._num_head_bytes + num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The head of the request is too large.")
 
