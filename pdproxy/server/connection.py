@@ -99,6 +99,9 @@ class ClientConnection(HttpToolsProtocol):
         turn, self._turn = self._turn, None
         if isinstance(self.cycle, Exchange):
             self.cycle = None
+        for waiting, _ in self.pipeline:
+            if isinstance(waiting, Exchange):
+                waiting.memory.release()
         self.pipeline.clear()
         for timer in (self._rest_timer, self._line_timer):
             if timer is not None:
@@ -170,8 +173,11 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._is_in_head = False
-        if isinstance(self.cycle, Exchange):
-            self.cycle.take(body)
+        cycle = self.cycle
+        if isinstance(cycle, Exchange):
+            cycle.take(body)
+            if self.pipeline and cycle is self.pipeline[0][0]:  # its turn comes later, and then it asks for the rest
+                cycle.memory.charge(len(body))
         else:
             super().on_body(body)
 
