@@ -26,9 +26,16 @@ from transfer.memory_budget import MemoryBudget
 
 MAX_HEAD_BYTES = 64 * 1024
 """The most bytes of a request's head beyond one read, and of what else is no body: the trailers behind it."""
+MAX_PIPELINED = 100
+"""The most requests of a client that wait for earlier ones. One read can have ten thousand, and each takes a hundred
+times as much in memory."""
 LOOK_S = 1.0
 """Seconds between two looks whether a client is still there from whom nothing is read."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+
+
+class _TooManyError(Exception):
+    """_TooManyError stops the parser. Nobody outside sees it."""
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -140,6 +147,9 @@ class ClientConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Decides who serves the request: an `Exchange`, or uvicorn. It waits in the pipeline for earlier requests."""
         self._is_in_head, self._is_past_head = False, True
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self.send_400_response(f"More than {MAX_PIPELINED} requests wait on one connection.")
+            raise _TooManyError
         parser, headers = self.parser, self.headers
         if codings.is_foreign(headers):
             self._hand_to_uvicorn(codings.refuse)
@@ -208,15 +218,15 @@ class ClientConnection(HttpToolsProtocol):
         """Notes that a read of `num_bytes` has ended within a head. The first one may have begun with something else,
         and does not count."""
         self._num_head_bytes = 0 if self._num_head_bytes < 0 else self._num_head_bytes + num_bytes
-        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._num_head_bytes > MAX_HEAD_BYTES:
             self.send_400_response("The head of the request is too large.")
 
     def send_400_response(self, msg: str) -> None:
         """Answers 400, but not into the middle of an answer to an earlier request: that answer must look cut off
-        instead."""
+        instead. Does nothing where the connection is being closed already."""
         if self._turn is not None and self._turn.is_started:
             self.transport.close()
-        else:
+        elif not self.transport.is_closing():
             super().send_400_response(msg)
 
     # ── one after another, and rests between them ───────────────────────────────────────────────────────────────────

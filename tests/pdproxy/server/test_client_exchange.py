@@ -10,7 +10,7 @@ import pytest
 
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest
 from pdproxy.orchestrator.context import Client
-from pdproxy.server.connection import MAX_HEAD_BYTES
+from pdproxy.server.connection import MAX_HEAD_BYTES, MAX_PIPELINED
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.headers import ClientHeaders
 from pdproxy.server.response_head import ResponseHeadWriter
@@ -265,6 +265,32 @@ async def test_a_head_that_begins_behind_a_large_body(num_bytes: int) -> None:
 
 
 # ── requests that came together ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("waiting", [post("b"), b"GET /ready HTTP/1.1\r\nhost: proxy\r\n\r\n"])
+@pytest.mark.parametrize("num_more", [0, 1, 1000])
+async def test_no_end_of_the_pipeline(door: FrontDoor, waiting: bytes, num_more: int) -> None:
+    gate = asyncio.Event()
+
+    async def play(request: GenerationRequest, client: Client) -> None:
+        await gate.wait()
+        await echo(request, client)
+
+    door.play = play
+    connection, wire = wired(door)
+    connection.data_received(post("a") + waiting * (MAX_PIPELINED + num_more))
+    await turn()
+    assert len(connection.pipeline) == MAX_PIPELINED
+    assert wire.is_closed is (num_more > 0)
+    if num_more:
+        (said,) = wire.written
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert b"More than 100 requests wait" in said
+    gate.set()
+    connection.connection_lost(None)
+    await turn()
+    assert not door.state.tasks
+    assert not door.memory.num_bytes
 
 
 async def test_the_next_request_begins_when_the_last_is_answered(door: FrontDoor) -> None:
