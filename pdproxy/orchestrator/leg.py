@@ -11,6 +11,7 @@ from pdproxy.aio.descriptors import RETRY_AFTER_S
 from pdproxy.engines.adapter import Call
 from pdproxy.engines.http.base import (
     MAX_REPLY_BYTES,
+    CheckSize,
     EngineBroken,
     EngineRefused,
     EngineUnreachable,
@@ -38,6 +39,8 @@ from pdproxy.telemetry.record import Observer
 
 MAX_ERROR_BYTES = 64 * 1024
 """The most bytes of an engine's error object that are read."""
+_KEPT = frozenset({"ok", "busy", "refused"})
+"""The outcomes with which somebody has what was read, so that it counts until the request is over."""
 
 
 class KvNotTaken(LegFailed):
@@ -123,7 +126,8 @@ class OpenLeg:
         """Sends the call, and waits for the answer's head.
 
         Raises `EngineReply` for the engine's own 4xx, `Backpressure` for 429 and 503, `LegNotTried` where it is this
-        machine's fault, `LegUnreachable` or `LegFailed` for the rest; then the leg is closed.
+        machine's fault, `LegUnreachable` or `LegFailed` for the rest, and `MemoryBudgetSpent` for an error body; then
+        the leg is closed.
         """
         instance, call, attempt = self._instance, self._call, self._attempt
         self._era = instance.leg_started(attempt.id)
@@ -160,9 +164,7 @@ class OpenLeg:
         leg, self._leg = self._leg, None
         if leg is not None:
             leg.close()
-        if (
-            self._outcome != "ok"
-        ):  # nobody has what was read; else the client's share keeps it until the request is over
+        if self._outcome not in _KEPT:
             self._memory.give_back(self._num_bytes)
             self._num_bytes = 0
 
@@ -171,16 +173,8 @@ class OpenLeg:
         `max_answer_bytes`, or else a reply to the proxy. Raises `LegFailed`, also for more than that, and
         `MemoryBudgetSpent`."""
         limit_bytes = MAX_REPLY_BYTES if max_answer_bytes is None else max_answer_bytes
-
-        def keep(num_bytes: int) -> None:
-            if num_bytes > limit_bytes:
-                raise ReplyTooLarge(limit_bytes)
-            if not self._memory.take_on(num_bytes - self._num_bytes):
-                raise MemoryBudgetSpent(self._memory.limit_bytes)
-            self._num_bytes = num_bytes
-
         try:
-            body = await self._open_leg.read(keep)
+            body = await self._open_leg.read(self._keep(limit_bytes))
         except ReplyTooLarge as error:
             raise self.fail(str(error) if max_answer_bytes is None else too_large(limit_bytes)) from error
         except EngineBroken as error:
@@ -304,9 +298,22 @@ class OpenLeg:
             raise self.break_off(error) from error
         return body
 
+    def _keep(self, limit_bytes: int) -> CheckSize:
+        """Returns a check that takes memory of the client's share for what is read. It raises `ReplyTooLarge` for more
+        than `limit_bytes`, and `MemoryBudgetSpent`."""
+
+        def keep(num_bytes: int) -> None:
+            if num_bytes > limit_bytes:
+                raise ReplyTooLarge(limit_bytes)
+            if not self._memory.take_on(num_bytes - self._num_bytes):
+                raise MemoryBudgetSpent(self._memory.limit_bytes)
+            self._num_bytes = num_bytes
+
+        return keep
+
     async def _whole_reply(self, leg: Leg) -> EngineReply:
         try:
-            content = await leg.read()
+            content = await leg.read(self._keep(MAX_REPLY_BYTES))
         except ReplyTooLarge as error:
             raise self.fail(str(error)) from error
         except EngineBroken as error:

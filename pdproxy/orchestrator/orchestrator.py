@@ -83,7 +83,6 @@ class RequestOptions:
     retries: int
     """The number of further attempts of a request that fails."""
     continue_limit: int
-    """The most bytes of a stream that are kept so that another decoder can continue it; 0: nothing is kept."""
     """The most bytes of a stream that are kept so that another decoder can continue it; 0 to keep none."""
     max_answer_bytes: int
     """The most bytes of a whole answer."""

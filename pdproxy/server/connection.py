@@ -25,17 +25,25 @@ from pdproxy.server.response_head import ResponseHeadWriter
 from transfer.memory_budget import MemoryBudget
 
 MAX_HEAD_BYTES = 64 * 1024
-"""The most bytes of a request's head, where it takes more than one read."""
+"""The most bytes of a request's head beyond one read, and of what else is no body: the trailers behind it."""
+MAX_PIPELINED = 100
+"""The most requests of a client that wait for earlier ones. One read can have ten thousand, and each takes a hundred
+times as much in memory."""
 LOOK_S = 1.0
 """Seconds between two looks whether a client is still there from whom nothing is read."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+
+
+class _TooManyError(Exception):
+    """_TooManyError stops the parser. Nobody outside sees it."""
 
 
 class ClientConnection(HttpToolsProtocol):
     """ClientConnection is what uvicorn calls a protocol.
 
     Mutable state, besides uvicorn's (`cycle` is the latest request, `pipeline` those whose turn is still to come): the
-    exchange whose turn it is; whether a head is under way, and its size; since when nothing was, on the loop's clock,
+    exchange whose turn it is; whether a head or trailers are under way, their size without the first read (-1 in that
+    read), and whether the head is over; since when nothing was, on the loop's clock,
     how much its client had not taken of answers then, and the timer that looks whether that is too long; the timer that
     looks for the client while requests wait in the pipeline; its share of the memory budget, for what its client has
     not taken of answers, while that is more than a little.
@@ -61,6 +69,7 @@ class ClientConnection(HttpToolsProtocol):
         self._descriptors = descriptors
         self._turn: Exchange | None = None
         self._is_in_head = False
+        self._is_past_head = False
         self._num_head_bytes = 0
         self._idle_since = 0.0
         self._num_unsent_bytes = 0
@@ -97,6 +106,9 @@ class ClientConnection(HttpToolsProtocol):
         turn, self._turn = self._turn, None
         if isinstance(self.cycle, Exchange):
             self.cycle = None
+        for waiting, _ in self.pipeline:
+            if isinstance(waiting, Exchange):
+                waiting.memory.release()
         self.pipeline.clear()
         for timer in (self._rest_timer, self._line_timer):
             if timer is not None:
@@ -123,13 +135,21 @@ class ClientConnection(HttpToolsProtocol):
         self.url = b""
         self.headers = []
         self.expect_100_continue = False
-        self._is_in_head = True
-        self._num_head_bytes = 0
+        self._is_past_head = False
+        self._await_lines()
         self._idle_since = self.loop.time()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a line of the head. Trailers are dropped: nobody wants them, and they have no limit of their own."""
+        if not self._is_past_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Decides who serves the request: an `Exchange`, or uvicorn. It waits in the pipeline for earlier requests."""
-        self._is_in_head = False
+        self._is_in_head, self._is_past_head = False, True
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self.send_400_response(f"More than {MAX_PIPELINED} requests wait on one connection.")
+            raise _TooManyError
         parser, headers = self.parser, self.headers
         if codings.is_foreign(headers):
             self._hand_to_uvicorn(codings.refuse)
@@ -157,13 +177,22 @@ class ClientConnection(HttpToolsProtocol):
             self.pipeline.appendleft((exchange, self.app))
             self._watch_client()
 
+    def on_chunk_header(self) -> None:
+        """Expects trailers: behind the last chunk's header, which cannot be told from another's, no body comes."""
+        self._await_lines()
+
     def on_body(self, body: bytes) -> None:
-        if isinstance(self.cycle, Exchange):
-            self.cycle.take(body)
+        self._is_in_head = False
+        cycle = self.cycle
+        if isinstance(cycle, Exchange):
+            cycle.take(body)
+            if self.pipeline and cycle is self.pipeline[0][0]:  # its turn comes later, and then it asks for the rest
+                cycle.memory.charge(len(body))
         else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._is_in_head = False
         if isinstance(self.cycle, Exchange):
             self.cycle.has_all()
         else:
@@ -181,17 +210,23 @@ class ClientConnection(HttpToolsProtocol):
         if self.pipeline:
             self._watch_client()
 
+    def _await_lines(self) -> None:
+        self._is_in_head = True
+        self._num_head_bytes = -1
+
     def _measure_head(self, num_bytes: int) -> None:
-        self._num_head_bytes += num_bytes
-        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        """Notes that a read of `num_bytes` has ended within a head. The first one may have begun with something else,
+        and does not count."""
+        self._num_head_bytes = 0 if self._num_head_bytes < 0 else self._num_head_bytes + num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
             self.send_400_response("The head of the request is too large.")
 
     def send_400_response(self, msg: str) -> None:
         """Answers 400, but not into the middle of an answer to an earlier request: that answer must look cut off
-        instead."""
+        instead. Does nothing where the connection is being closed already."""
         if self._turn is not None and self._turn.is_started:
             self.transport.close()
-        else:
+        elif not self.transport.is_closing():
             super().send_400_response(msg)
 
     # ── one after another, and rests between them ───────────────────────────────────────────────────────────────────

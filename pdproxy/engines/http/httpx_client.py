@@ -185,12 +185,17 @@ class HttpxClient:
             extensions={"timeout": self._timeout.as_dict(), "trace": progress.note},
         )
         await self._descriptors.room()
+        self._check_open()  # it may have been closed while it waited
         self._begin()
         try:
             response = await self._http.send(request, stream=True)
         finally:
             self._end()
         return HttpxLeg(response, self._closing, self._leg_closed)
+
+    def _check_open(self) -> None:
+        if self._http.is_closed:
+            raise EngineUnreachable("it was taken out of the fleet")
 
     def _leg_closed(self) -> None:
         self._count()
@@ -241,9 +246,8 @@ class HttpxClient:
             self._count()
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-        if self._http.is_closed:
-            raise EngineUnreachable("it was taken out of the fleet")
         await self._descriptors.room()
+        self._check_open()
         self._begin()
         try:
             async with (  # httpx's limit is for connecting and for each read: whoever sends byte by byte keeps to it

@@ -51,6 +51,19 @@ async def test_an_answer_for_which_there_is_no_memory_is_nobodys_fault(body: dic
         assert (await house.post(**body)).status == 200
 
 
+@pytest.mark.parametrize("status", [400, 429])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_an_error_body_for_which_there_is_no_memory(leg: str, status: int) -> None:
+    async with proxy_in_front_of(max_body_bytes=1000, memory_budget=400_000) as house:
+        engine = house.decoder if leg == "decode" else house.prefiller
+        engine.fail_at[leg] = FakeReply(status, endless(is_stream=False).chunks)
+        answer = await house.post()
+        assert (answer.status, answer.error["code"]) == (503, "memory_budget_spent")
+        engine.fail_at[leg] = FakeReply(status, [b" " * 100_000, b"{}"])
+        assert (await house.post()).body[-2:] == b"{}", "what there is room for is passed on"
+        assert not house.proxy.memory.num_bytes
+
+
 async def test_a_prefill_reply_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdproxy.orchestrator.leg.MAX_REPLY_BYTES", 50_000)
     async with proxy_in_front_of() as house:

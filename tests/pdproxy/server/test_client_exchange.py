@@ -10,7 +10,7 @@ import pytest
 
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest
 from pdproxy.orchestrator.context import Client
-from pdproxy.server.connection import MAX_HEAD_BYTES
+from pdproxy.server.connection import MAX_HEAD_BYTES, MAX_PIPELINED
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.headers import ClientHeaders
 from pdproxy.server.response_head import ResponseHeadWriter
@@ -226,14 +226,71 @@ async def test_of_a_body_that_is_too_large_nothing_beyond_the_limit_is_kept(door
 async def test_no_end_of_a_head(door: FrontDoor) -> None:
     connection, wire = wired(door)
     connection.data_received(b"POST /v1/completions HTTP/1.1\r\nx: ")
-    for _ in range(MAX_HEAD_BYTES // 1024):
+    for _ in range(MAX_HEAD_BYTES // 1024 + 1):  # the first read does not count: it may have been of something else
         assert not wire.is_closed
         connection.data_received(b"y" * 1024)
     assert wire.is_closed
     assert wire.written[0].startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.parametrize("line", [b"y" * 1024, b"y: " + b"y" * 1019 + b"\r\n"], ids=["one line", "many lines"])
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/other"])
+async def test_no_end_of_the_trailers(door: FrontDoor, path: bytes, line: bytes) -> None:
+    connection, wire = wired(door)
+    connection.data_received(CHUNKED.replace(b"/v1/completions", path) + b"1\r\n \r\n0\r\n")
+    num_headers = len(connection.headers)
+    for _ in range(MAX_HEAD_BYTES // 1024):
+        connection.data_received(line)
+        assert not wire.is_closed
+    assert len(connection.headers) == num_headers, "trailers are not kept"
+    connection.data_received(line)
+    assert wire.is_closed
+    assert wire.written[0].startswith(b"HTTP/1.1 400 ")
+    connection.connection_lost(None)
+    assert not door.memory.num_bytes
+
+
+@pytest.mark.parametrize("num_bytes", [9, len(CHUNKED) + 1, -9, -2], ids=["head", "chunk", "trailers", "end"])
+async def test_a_head_that_begins_behind_a_large_body(num_bytes: int) -> None:
+    """The read in which it begins is as large as the body, which is no part of the head."""
+    door = make_door(max_body_bytes=1 << 20)
+    connection, wire = wired(door)
+    following = CHUNKED + b'11\r\n{"prompt":"next"}\r\n0\r\nno: body\r\n\r\n'
+    connection.data_received(post("x" * (MAX_HEAD_BYTES + 1)) + following[:num_bytes])
+    await turn()
+    assert not wire.is_closed
+    connection.data_received(following[num_bytes:])
+    await turn()
+    assert wire.written[-1].endswith(b"next")
+
+
 # ── requests that came together ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("waiting", [post("b"), b"GET /ready HTTP/1.1\r\nhost: proxy\r\n\r\n"])
+@pytest.mark.parametrize("num_more", [0, 1, 1000])
+async def test_no_end_of_the_pipeline(door: FrontDoor, waiting: bytes, num_more: int) -> None:
+    gate = asyncio.Event()
+
+    async def play(request: GenerationRequest, client: Client) -> None:
+        await gate.wait()
+        await echo(request, client)
+
+    door.play = play
+    connection, wire = wired(door)
+    connection.data_received(post("a") + waiting * (MAX_PIPELINED + num_more))
+    await turn()
+    assert len(connection.pipeline) == MAX_PIPELINED
+    assert wire.is_closed is (num_more > 0)
+    if num_more:
+        (said,) = wire.written
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert b"More than 100 requests wait" in said
+    gate.set()
+    connection.connection_lost(None)
+    await turn()
+    assert not door.state.tasks
+    assert not door.memory.num_bytes
 
 
 async def test_the_next_request_begins_when_the_last_is_answered(door: FrontDoor) -> None:

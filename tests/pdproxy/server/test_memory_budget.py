@@ -118,6 +118,31 @@ async def test_a_client_that_leaves_before_its_task_has_begun() -> None:
     await until(lambda: door.outcomes == ["client_gone"])
 
 
+@pytest.mark.parametrize("is_served", [True, False])
+async def test_a_body_counts_while_its_request_waits_in_the_pipeline(is_served: bool) -> None:
+    door = make_door(max_body_bytes=1 << 20)
+    gate = asyncio.Event()
+
+    async def play(request: GenerationRequest, client: Client) -> None:
+        await gate.wait()
+        await echo(request, client)
+
+    door.play = play
+    connection, wire = wired(door)
+    prompt = "x" * (200 * KIB)
+    connection.data_received(post("first") + post(prompt))
+    await until(lambda: door.prompts == ["first"])
+    assert door.memory.num_bytes > 200 * KIB
+    if is_served:
+        gate.set()
+        await until(lambda: len(wire.written) == 2)
+        assert wire.written[1].endswith(prompt.encode())
+        await until(lambda: not door.state.tasks)
+    connection.connection_lost(None)
+    await until(lambda: not door.state.tasks)
+    assert not door.memory.num_bytes
+
+
 @on_both_loops
 async def test_what_a_client_has_not_taken_counts_until_it_is_let_go() -> None:
     async def play(request: GenerationRequest, client: Client) -> None:

@@ -158,11 +158,15 @@ class Connection(asyncio.Protocol):
         self._lose(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._unheard and self._listener is not None:  # rare: while it is heard, nothing is read, not even an end
-            rest, self._unheard = self._unheard[self._heard :], b""
-            self._listener.received(rest)
         self._keeper.descriptors.num_opened -= 1
-        self._lose(error)
+        try:
+            if (
+                self._unheard and self._listener is not None
+            ):  # rare: while it is heard, nothing is read, not even an end
+                rest, self._unheard = self._unheard[self._heard :], b""
+                self._listener.received(rest)
+        finally:
+            self._lose(error)
 
     def _hear(self, data: bytes) -> None:
         """Has the listener hear more than a slice of bytes. No more are read from the engine until it has."""

@@ -188,18 +188,32 @@ class Origin:
         return connection
 
     async def _resolve(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> list[str]:
-        """Returns the addresses of the host, in the order in which they should be tried. Raises `OSError`."""
+        """Returns the addresses of the host, in the order in which they should be tried: the latest known ones where
+        the resolver does not answer, which is not the engine's fault. Raises `OSError`."""
         if loop.time() >= self._addresses_until:
-            asking = asyncio.ensure_future(loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM))
             try:
-                if not await is_done_in_time(asking, limit_s):
-                    raise TimeoutError(f"its name was not resolved within {limit_s:g} s")
-                found = asking.result()
-            finally:
-                asking.cancel()
-            self._addresses = list(dict.fromkeys(str(place[0]) for _, _, _, _, place in found))
+                self._addresses = await self._ask_resolver(loop, limit_s)
+            except OSError as error:
+                if self._addresses == [self._host] or not _is_silence(error):
+                    raise
             self._addresses_until = loop.time() + RESOLVED_S
         return self._addresses
+
+    async def _ask_resolver(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> list[str]:
+        asking = asyncio.ensure_future(loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM))
+        try:
+            if not await is_done_in_time(asking, limit_s):
+                raise TimeoutError(f"its name was not resolved within {limit_s:g} s")
+            found = asking.result()
+        finally:
+            asking.cancel()
+        return list(dict.fromkeys(str(place[0]) for _, _, _, _, place in found))
+
+
+def _is_silence(error: OSError) -> bool:
+    """Tells whether the resolver gave no answer in time. It may have had no turn, because all of the loop's few threads
+    wait for other names."""
+    return isinstance(error, TimeoutError) or (isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN)
 
 
 def _is_address(host: str) -> bool:

@@ -648,6 +648,35 @@ async def test_a_name_is_asked_again_when_none_of_its_addresses_works(monkeypatc
     await client.aclose()
 
 
+@pytest.mark.parametrize("silence", ["late", "again", "no such name"])
+async def test_a_resolver_that_says_nothing_is_no_fault_of_a_known_engine(
+    monkeypatch: pytest.MonkeyPatch, silence: str
+) -> None:
+    _, answers = resolving("127.0.0.1")
+
+    async def says_nothing(host: str, port: int, **options: Any) -> list[Any]:
+        if silence == "late":
+            await asyncio.Event().wait()
+        raise socket.gaierror(socket.EAI_AGAIN if silence == "again" else socket.EAI_NONAME, "as planned")
+
+    monkeypatch.setattr(origin, "RESOLVED_S", 0.0)
+    loop = asyncio.get_running_loop()
+    async with raw_peer(ok) as peer:
+        for is_known in (False, True):
+            client = Http1Client(f"http://engine.test:{peer.port}", connect_timeout_s=0.1)
+            if is_known:
+                monkeypatch.setattr(loop, "getaddrinfo", answers)
+                assert await ask(client) == b"hi"
+                client._home[0].give_up_one()
+            monkeypatch.setattr(loop, "getaddrinfo", says_nothing)
+            if is_known and silence != "no such name":
+                assert await ask(client) == b"hi"
+            else:
+                with pytest.raises(EngineUnreachable):
+                    await ask(client)
+            await client.aclose()
+
+
 def test_what_it_can_reach() -> None:
     assert [can_reach(url) for url in ("http://a:1", "http://[::1]:1/x", "http://a")] == [True] * 3
     others = ("https://a:1", "http://user:secret@a:1", "http://", "unix:///x", "a:1", "http://ü:1")
