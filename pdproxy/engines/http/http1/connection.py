@@ -160,9 +160,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._keeper.descriptors.num_opened -= 1
         try:
-            if (
-                self._unheard and self._listener is not None
-            ):  # rare: while it is heard, nothing is read, not even an end
+            # This is rare: as long as something is not heard, nothing is read, not even an end.
+            if self._unheard and self._listener is not None:
                 rest, self._unheard = self._unheard[self._heard :], b""
                 self._listener.received(rest)
         finally:
