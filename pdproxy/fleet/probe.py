@@ -84,7 +84,7 @@ class UnlikeItsKind(Exception):
 
 class Probe:
     """Probe keeps the health of `pool` up to date. Without `prove`, an answer is enough to be ready. `stalled_s`
-    returns the seconds for which this process has stood still so far."""
+    returns the seconds for which this process has stood still so far. `rng` spreads the looks."""
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class Probe:
         canary_timeout_s: float = 30.0,
         expected: Sequence[ExpectedBuffer] = (),
         stalled_s: Callable[[], float] = lambda: 0.0,
+        rng: random.Random | None = None,
     ) -> None:
         self._pool = pool
         self._interval_s = interval_s
@@ -106,6 +107,7 @@ class Probe:
         self._canary_timeout_s = canary_timeout_s
         self._expected = expected
         self._stalled_s = stalled_s
+        self._rng = rng or random.Random()
         # State: who is watched, and how to stop it; who of them is not ready, as of its last look; who of these is
         # between two looks, and since when, the longest first; whose turn it is to be a canary's other end; who is
         # being proven by one, and the event of its end.
@@ -229,7 +231,7 @@ class Probe:
                     pause_s = min(EAGER_S, pause_s)
                 # The timer sets the event, for a time limit of anyio's would go round and round on uvloop, whose clock
                 # counts milliseconds, until the last one is over.
-                due_at = loop.time() + pause_s * (1.0 - JITTER * random.random())
+                due_at = loop.time() + pause_s * (1.0 - JITTER * self._rng.random())
                 timer = loop.call_at(due_at - due_at % min(GRID_S, pause_s / 2), instance.suspected.set)
                 try:
                     await instance.suspected.wait()

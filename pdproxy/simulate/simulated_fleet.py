@@ -59,7 +59,7 @@ class SimulatedFleet:
         instances = [make(_settings_of(engine), False) for engine in self.engines.values()]
         self.pool = Pool(admission, instances)
         self.reaper = Reaper(
-            admission, call_timeout_s=settings.probe_timeout_s, look=lambda instance: self._probe().look(instance)
+            admission, call_timeout_s=settings.probe_timeout_s, look=lambda instance: self.probe.look(instance)
         )
         self.retries = make_retries(settings, clock)
         self.orchestrator = make_orchestrator(
@@ -75,6 +75,14 @@ class SimulatedFleet:
             notify=str,
             clock=clock,
         )
+        self.probe = Probe(
+            self.pool,
+            interval_s=settings.probe_interval_s,
+            timeout_s=settings.probe_timeout_s,
+            prove=self.orchestrator.prove if settings.canary else None,
+            canary_timeout_s=settings.canary_timeout_s,
+            rng=random.Random(f"{seed} looks"),
+        )
         for instance in instances:
             _make_ready(instance, self.engines[instance.name])
 
@@ -86,7 +94,7 @@ class SimulatedFleet:
             tasks.start_soon(self.reaper.run)
             async with anyio.create_task_group() as looking:
                 if is_probed:
-                    looking.start_soon(self._probe().run)
+                    looking.start_soon(self.probe.run)
                 yield
                 looking.cancel_scope.cancel()
             for engine in self.engines.values():  # nobody could say of the others what became of their pages
@@ -97,16 +105,6 @@ class SimulatedFleet:
                 while any(decoder.pages_in_use for decoder in self.decoders.values()):  # noqa: ASYNC110
                     await anyio.sleep(1.0)  # until leases have run out, which takes no time here
             tasks.cancel_scope.cancel()
-
-    def _probe(self) -> Probe:
-        settings = self.settings
-        return Probe(
-            self.pool,
-            interval_s=settings.probe_interval_s,
-            timeout_s=settings.probe_timeout_s,
-            prove=self.orchestrator.prove if settings.canary else None,
-            canary_timeout_s=settings.canary_timeout_s,
-        )
 
     def ledger(self) -> dict[str, int]:
         """Returns how many pages all decoders together have granted, got back and still hold."""

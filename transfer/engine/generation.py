@@ -79,6 +79,10 @@ class GenerationEndpoint:
 
     async def _read(self, scope: Scope, receive: Receive, memory: MemoryShare) -> GenerationRequest:
         """Returns what the body says, and keeps nothing of the body. Raises `ApiError` and `ClientGoneError`."""
+        if self._descriptors is not None:
+            self._descriptors.measure_again()  # the KV side opens connections that nobody counts
+            if self._descriptors.is_tight:
+                raise out_of_descriptors()
         body = await read_body(scope, receive, self._max_body_bytes, memory)
         return self._parse(body, self._core.model, self._role)
 
@@ -90,10 +94,6 @@ class GenerationEndpoint:
             await reply.fail(_told(error))
 
     async def _serve(self, request: GenerationRequest, reply: Reply) -> None:
-        if self._descriptors is not None:
-            self._descriptors.measure_again()  # the KV side opens connections that nobody counts
-            if self._descriptors.is_tight:
-                raise out_of_descriptors()
         shape = self._shape_of(request)
         jobs = [await self._job(request, index, param, shape.id) for index, param in enumerate(prompt_params(request))]
         if request.push is not None:

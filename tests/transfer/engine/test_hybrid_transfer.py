@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
 from tests.fakes.transfer_world import Proxy
-from transfer import wire
+from transfer import logs, wire
 from transfer.engine.__main__ import main
 from transfer.engine.api import GenerationJob
 from transfer.engine.config import EngineSettings
@@ -413,7 +414,11 @@ def test_an_engine_for_such_a_model_ends_with_one_line(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_model("qwen3_next")
+    told: list[str] = []
+    monkeypatch.setattr(logs, "configure", lambda level: None)
+    monkeypatch.setattr(logs, "writers", lambda: [SimpleNamespace(tell=told.append)])
     monkeypatch.setattr(sys, "argv", ["engine", "--role", "decode", "--model", str(folder), "--port", "0"])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert re.fullmatch(r"error: layer 0 keeps its state in a .*; the built-in engine pages .* only", ended.value.code)
+    assert re.fullmatch(r"error: layer 0 keeps its state in a .*; the built-in engine pages .* only", "".join(told))
+    assert ended.value.code == 1
