@@ -33,7 +33,7 @@ from pdproxy.orchestrator.error_reply import JSON, error_headers
 from pdproxy.server import process_memory as memory
 from pdproxy.server.connection import ClientConnection
 from pdproxy.server.what_runs import what_runs
-from transfer.descriptors import Acceptor, raise_limit
+from transfer.descriptors import Acceptor, raise_limit, uvicorn_connections
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,10 @@ class Server(uvicorn.Server):
         self.started = False
         descriptors, config = self._proxy.descriptors, self.config
         refusal = b"" if config.is_ssl else _refusal()
+        handshake_s = HANDSHAKE_S if config.is_ssl else None
+        connect = uvicorn_connections(self, ssl=config.ssl, ssl_handshake_timeout=handshake_s)
         self.servers = [
-            Acceptor(one, self._connect, descriptors, refusal=refusal, backlog=config.backlog)  # type: ignore[misc]
+            Acceptor(one, connect, descriptors, refusal=refusal, backlog=config.backlog)  # type: ignore[misc]
             for one in sockets or []
         ]
         self.started = True
@@ -140,22 +142,6 @@ class Server(uvicorn.Server):
         if not rests:
             self._no_spare_until = now + LOOK_AGAIN_S
         return bool(rests)
-
-    async def _connect(self, accepted: socket.socket) -> None:
-        """Makes a connection of a socket, as uvicorn would."""
-        assert self._loop is not None
-        await self._loop.connect_accepted_socket(
-            self._protocol,
-            accepted,
-            ssl=self.config.ssl,
-            ssl_handshake_timeout=HANDSHAKE_S if self.config.is_ssl else None,
-        )
-
-    def _protocol(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return made
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -163,6 +163,23 @@ Serve = Callable[[socket.socket], Coroutine[Any, Any, Any]]
 """A function that makes a connection of an accepted socket, which it owns from then on."""
 
 
+def uvicorn_connections(server: Any, **tls: Any) -> Serve:
+    """Returns a function that makes of an accepted socket what `server`, a `uvicorn.Server`, makes of one. `tls` goes
+    to the event loop's `connect_accepted_socket`."""
+
+    def protocol() -> asyncio.Protocol:
+        config, state = server.config, server.server_state
+        made: asyncio.Protocol = config.http_protocol_class(
+            config=config, server_state=state, app_state=server.lifespan.state
+        )
+        return made
+
+    async def connect(accepted: socket.socket) -> None:
+        await asyncio.get_running_loop().connect_accepted_socket(protocol, accepted, **tls)
+
+    return connect
+
+
 class Acceptor:
     """Acceptor takes connections from `listener`, which it owns, while `descriptors` has room for them. It is made
     within the event loop that it belongs to, and can stand for an `asyncio.Server`.

@@ -5,7 +5,6 @@ FastAPI serves the small routes; the two that generate are plain ASGI endpoints 
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from transfer import logs
-from transfer.descriptors import Acceptor, Descriptors
+from transfer.descriptors import Acceptor, Descriptors, uvicorn_connections
 from transfer.engine.api import EngineCore
 from transfer.engine.api_error import ApiError, from_core, out_of_descriptors, refuse_if
 from transfer.engine.asgi import ClientGoneError, decode, read_body
@@ -76,23 +75,15 @@ class EngineServer(uvicorn.Server):
         for server in self.servers:  # what they accept, they accept whatever it takes
             server.close()
         self._descriptors.measure()
+        connect = uvicorn_connections(self)
         self.servers = [
-            Acceptor(one, self._connect, self._descriptors, refusal=refusal, backlog=self.config.backlog)  # type: ignore[misc]
+            Acceptor(one, connect, self._descriptors, refusal=refusal, backlog=self.config.backlog)  # type: ignore[misc]
             for one in listeners
         ]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         logs.flush()  # uvicorn then raises the signal that it was ended by once more, which ends the process there
-
-    async def _connect(self, accepted: socket.socket) -> None:
-        await asyncio.get_running_loop().connect_accepted_socket(self._protocol, accepted)
-
-    def _protocol(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return made
 
 
 class Bodies:
