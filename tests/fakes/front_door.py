@@ -141,6 +141,17 @@ class FrontDoor(Bystander):
     make: Callable[[], ClientConnection] = field(init=False)
     """What a server would make of a new connection."""
 
+    def hold(self) -> asyncio.Event:
+        """Holds up what is served from now on until the event is set; then it is echoed."""
+        gate = asyncio.Event()
+
+        async def play(request: GenerationRequest, client: Client) -> None:
+            await gate.wait()
+            await echo(request, client)
+
+        self.play = play
+        return gate
+
     async def serve(self, request: GenerationRequest, client: Client, record: RequestRecord) -> None:
         self.prompts.append(request.prompt_text)
         try:

@@ -270,13 +270,7 @@ async def test_a_head_that_begins_behind_a_large_body(num_bytes: int) -> None:
 @pytest.mark.parametrize("waiting", [post("b"), b"GET /ready HTTP/1.1\r\nhost: proxy\r\n\r\n"])
 @pytest.mark.parametrize("num_more", [0, 1, 1000])
 async def test_no_end_of_the_pipeline(door: FrontDoor, waiting: bytes, num_more: int) -> None:
-    gate = asyncio.Event()
-
-    async def play(request: GenerationRequest, client: Client) -> None:
-        await gate.wait()
-        await echo(request, client)
-
-    door.play = play
+    gate = door.hold()
     connection, wire = wired(door)
     connection.data_received(post("a") + waiting * (MAX_PIPELINED + num_more))
     await turn()
@@ -346,13 +340,7 @@ async def test_nothing_after_a_last_request(door: FrontDoor) -> None:
 
 
 async def test_nothing_on_a_connection_that_is_being_closed(door: FrontDoor) -> None:
-    gate = asyncio.Event()
-
-    async def play(request: GenerationRequest, client: Client) -> None:
-        await gate.wait()
-        await echo(request, client)
-
-    door.play = play
+    gate = door.hold()
     connection, wire = wired(door)
     connection.data_received(post("a") + post("b"))
     await turn()

@@ -121,13 +121,7 @@ async def test_a_client_that_leaves_before_its_task_has_begun() -> None:
 @pytest.mark.parametrize("is_served", [True, False])
 async def test_a_body_counts_while_its_request_waits_in_the_pipeline(is_served: bool) -> None:
     door = make_door(max_body_bytes=1 << 20)
-    gate = asyncio.Event()
-
-    async def play(request: GenerationRequest, client: Client) -> None:
-        await gate.wait()
-        await echo(request, client)
-
-    door.play = play
+    gate = door.hold()
     connection, wire = wired(door)
     prompt = "x" * (200 * KIB)
     connection.data_received(post("first") + post(prompt))
