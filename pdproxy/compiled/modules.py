@@ -66,6 +66,7 @@ _EACH_TOKEN = {
     "orchestrator.stream_pump": "from one connection to the other",
     "orchestrator.relay": "or by way of a task",
     "openai.sse": "event by event",
+    "openai.token_count": "counted",
     "openai.client_stream": "until the last",
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pdproxy.openai.first_token import Opening, as_events, stream_with_opening_counted
 from pdproxy.openai.request import GenerationRequest
 from pdproxy.openai.sse import DONE
+from pdproxy.openai.token_count import TokenCount
 from pdproxy.openai.transcript import NotReadableError, Shown, Transcript
 from pdproxy.openai.usage import Head, PromptUsage, continued, usage_event, without_token_ids
 
@@ -22,13 +23,14 @@ class StreamedAnswer:
     before the decoder's events, where there is one.
     """
 
-    __slots__ = ("_head", "_opening", "_request", "_transcript")
+    __slots__ = ("_head", "_opening", "_request", "_transcript", "tokens")
 
-    def __init__(self, request: GenerationRequest, *, limit_bytes: int) -> None:
+    def __init__(self, request: GenerationRequest, *, tokens: TokenCount, limit_bytes: int) -> None:
         """Makes a stream of which at most `limit_bytes` are kept. With 0 nothing is kept, and no other engine can
-        continue it.
+        continue it. `tokens` counts what the client gets.
         """
         self._request = request
+        self.tokens = tokens
         self._transcript = Transcript(limit_bytes) if limit_bytes else None
         self._head: Head | None = None
         self._opening: Opening | None = None
@@ -38,6 +40,7 @@ class StreamedAnswer:
         self._transcript = None
         self._head = None
         self._opening = None
+        self.tokens.clear()
 
     @property
     def asks_for_ids(self) -> bool:
@@ -57,6 +60,7 @@ class StreamedAnswer:
         """Returns an engine's whole events as the client gets them. From here on they count as shown."""
         if self._head is not None:
             events = continued(events, self._head)
+        self.tokens.add(events)
         if self._transcript is None:
             return events
         self._transcript.add(events)
@@ -102,4 +106,6 @@ class StreamedAnswer:
             return b""
         if not self._request.include_usage or shown.has_usage or prompt is None:
             return DONE
-        return usage_event(shown.first_chunk, prompt, len(shown.answer_ids)) + DONE
+        usage = usage_event(shown.first_chunk, prompt, len(shown.answer_ids))
+        self.tokens.tell(usage)
+        return usage + DONE

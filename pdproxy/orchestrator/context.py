@@ -224,6 +224,8 @@ class RequestContext:
         nothing new."""
         if not self.has_begun:
             self.prompt_usage = reply.usage
+            if reply.usage is not None:
+                self.record.tokens.tell_prompt(reply.usage.tokens)
             self._handed_ids = lambda: adapter.prompt_ids(reply)
 
     def prompt_ids(self, size: PromptSize) -> list[int] | None:

@@ -237,7 +237,8 @@ class Orchestrator:
         as_stream = None if request.stream else self._as_stream(request)
         streamed = as_stream or request
         kept_bytes = self.options.continue_limit if _is_continuable(streamed) else 0
-        stream = StreamedAnswer(streamed, limit_bytes=kept_bytes)
+        record.tokens.num_sequences = request.num_sequences
+        stream = StreamedAnswer(streamed, tokens=record.tokens, limit_bytes=kept_bytes)
         return RequestContext(
             request,
             client,

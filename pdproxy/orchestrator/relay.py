@@ -170,6 +170,8 @@ class Relay:
         with Deadline(self._idle_s, self._stalled):
             await self._start_stream()
             await context.client.send(context.stream.take(answer.as_stream(fields, context.request)))
+            if "usage" in fields:  # also where the client does not want to see it
+                context.record.tokens.tell(bytes(fields["usage"]))
             await context.client.end()
 
     async def finish(self, shown: Shown) -> None:
@@ -279,6 +281,7 @@ class Relay:
                 silent=silent,
                 stalled=self._stalled,
                 shows_all=not self._is_kept and self._context.stream.is_as_it_comes,
+                tokens=self._context.record.tokens,
             )
             try:
                 pump.start()
@@ -331,8 +334,10 @@ class Relay:
         try:
             if context.stream.has_opening:
                 events = context.stream.with_opening_counted(events)
-            if context.prompt_usage is not None and events.find(PROMPT_TOKENS) >= 0:
-                events = stream_with_prompt_usage(events, context.prompt_usage)
+            if events.find(PROMPT_TOKENS) >= 0:
+                if context.prompt_usage is not None:
+                    events = stream_with_prompt_usage(events, context.prompt_usage)
+                context.record.tokens.tell(events)
             shown = context.stream.take(events)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return b"", leg.fail("an event of its answer cannot be read")
@@ -400,6 +405,7 @@ class Relay:
         return body if usage is None else with_prompt_usage(body, usage)
 
     async def _send_whole(self, body: bytes) -> None:
+        self._context.record.tokens.tell(body)
         if not self._context.client.may_wait:
             await self._context.answer(200, JSON, body)
             return

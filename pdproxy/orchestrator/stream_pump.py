@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.http.base import EngineBroken, Source
 from pdproxy.openai.sse import DATA_DONE, EventBuffer, has_done
+from pdproxy.openai.token_count import TokenCount
 from pdproxy.openai.usage import ERROR_EVENT, PROMPT_TOKENS
 from pdproxy.orchestrator.context import Outlet
 
@@ -38,6 +39,7 @@ class StreamPump:
         "_silent",
         "_source",
         "_stalled",
+        "_tokens",
         "is_done",
         "over",
     )
@@ -54,12 +56,13 @@ class StreamPump:
         silent: MakeError,
         stalled: MakeError,
         shows_all: bool,
+        tokens: TokenCount,
     ) -> None:
         """Takes `limit`, which is moved with every piece. After `idle_s` seconds without one it raises `silent`, and
         `stalled` where the client has taken nothing for so long.
 
         `shows_all`: an event goes to the client as it is, and `show` is not asked about it, unless it ends the stream
-        or tells a usage.
+        or tells a usage. `tokens` counts those; `show` has to count the others.
         """
         self._source = source
         self._outlet = outlet
@@ -70,6 +73,7 @@ class StreamPump:
         self._silent = silent
         self._stalled = stalled
         self._shows_all = shows_all
+        self._tokens = tokens
         self.is_done = False
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -97,6 +101,7 @@ class StreamPump:
         if not self._shows_all or events.find(ERROR_EVENT) >= 0 or events.find(PROMPT_TOKENS) >= 0:
             self._show_some(events)
         else:
+            self._tokens.add(events)
             self._write(events)
 
     def _show_some(self, events: bytes) -> None:

@@ -122,6 +122,8 @@ class Status:
         self._descriptors = descriptors
         self._memory = memory
         self._started_at = time.time()
+        # State: the most tokens that were told so far.
+        self._most_output_tokens = 0
 
     def facts(self) -> dict[str, Any]:
         books = [pages for instance in self._pool.instances if (pages := instance.pages) is not None]
@@ -145,10 +147,18 @@ class Status:
             },
             "in_flight": self._orchestrator.in_flight(),
             "totals": self._recent.totals,
+            "tokens": {"prompt": self._recent.num_prompt_tokens, "output": self._num_output_tokens()},
             "recent": self._recent.facts(),
             "descriptors": self._descriptors.status(),
             "tasks": len(asyncio.all_tasks()),
         }
+
+    def _num_output_tokens(self) -> int:
+        """Returns the tokens of all answers so far, those under way included. It never decreases, though an engine's
+        usage may be less than what was counted of its events."""
+        under_way = sum(record.num_output_tokens for record in self._orchestrator.records())
+        self._most_output_tokens = max(self._most_output_tokens, self._recent.num_output_tokens + under_way)
+        return self._most_output_tokens
 
 
 def _add_model_routes(app: FastAPI, pool: Pool, keys: ApiKeys) -> None:

@@ -21,6 +21,7 @@ from pdproxy.kv_signals.board import KvBoard
 from pdproxy.telemetry.attempt_record import AttemptRecord
 from pdproxy.telemetry.fleet import FleetMetrics
 from pdproxy.telemetry.log import num_dropped
+from pdproxy.telemetry.model_metrics import ModelMetrics
 from pdproxy.telemetry.record import RequestRecord
 from pdproxy.telemetry.series import Counts, Durations
 from transfer.memory_budget import MemoryBudget
@@ -62,6 +63,7 @@ class Metrics:
         self._kv_bytes = Counts("pdproxy_kv_bytes", "Bytes of KV that arrived at decoders")
         self._kv_pages = Counts("pdproxy_kv_pages", "Pages of KV that arrived at decoders")
         self._transfer_s = Durations("pdproxy_kv_transfer_seconds", "KV on its way, as decoders say")
+        self._of_models = ModelMetrics(sources.pool)
         self._lag_s = Durations("pdproxy_event_loop_lag_seconds", "How late this process gets to what is due")
         self._registry = registry = CollectorRegistry()
         for counted in (self._phase_s, self._request_s, self._requests, self._errors, self._retries, self._legs):
@@ -79,6 +81,7 @@ class Metrics:
         for collector in (_Slots(sources.pool), FleetMetrics(sources.pool), _Requests(sources), _Signals(sources)):
             registry.register(collector)
         registry.register(_Log())
+        self._of_models.register(registry)
         ProcessCollector(registry=registry)
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
@@ -97,8 +100,10 @@ class Metrics:
             self._phase_s.observe(phases)
             if first_s is None and "decode" in phases:
                 first_s = attempt.started + attempt.total_seconds() - phases["decode"] - record.started
-        if record.stream and first_s is not None:  # whole answers are streams of the engines only
+        first_s = first_s if record.stream else None  # whole answers are streams of the engines only
+        if first_s is not None:
             self._first_s.observe({path: first_s})
+        self._of_models.request_finished(record, first_s)
         if record.error is not None:
             self._errors.add((record.error,))
         if record.num_attempts > 1:

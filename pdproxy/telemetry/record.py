@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+from pdproxy.openai.token_count import TokenCount
 from pdproxy.telemetry.attempt_record import AttemptRecord
 
 
@@ -53,6 +54,7 @@ class RequestRecord:
         "endpoint",
         "error",
         "is_counted",
+        "key_name",
         "model",
         "num_attempts",
         "outcome",
@@ -61,6 +63,7 @@ class RequestRecord:
         "started",
         "status",
         "stream",
+        "tokens",
     )
 
     def __init__(
@@ -77,6 +80,8 @@ class RequestRecord:
         self._clock = clock
         self.started = clock()
         # State: filled in as it becomes known.
+        self.key_name: str | None = None
+        """The name of the client's API key, where it has one."""
         self.model: str | None = None
         self.stream = False
         self.reason = ""
@@ -89,6 +94,7 @@ class RequestRecord:
         self._attempt: AttemptRecord | None = None
         self._earlier: tuple[AttemptRecord, ...] = ()
         self._started_at: float | None = None
+        self.tokens = TokenCount(clock)
 
     def received(self) -> None:
         """Notes that the whole body is there, and understood."""
@@ -115,6 +121,12 @@ class RequestRecord:
         if self._ended is None:
             self.outcome = outcome
             self._ended = self._clock()
+            self.tokens.settle()
+
+    @property
+    def has_answer(self) -> bool:
+        """Tells whether an answer was begun, so that an engine has read the prompt."""
+        return self.status == 200
 
     @property
     def path(self) -> str:
@@ -155,6 +167,7 @@ class RequestRecord:
         known: dict[str, Any] = {
             "request_id": self.request_id,
             "endpoint": self.endpoint,
+            "key_name": self.key_name,
             "model": self.model,
             "stream": self.stream,
             "outcome": self.outcome.value,
@@ -168,7 +181,24 @@ class RequestRecord:
             "earlier_s": self._earlier_s,
         }
         known |= {} if self.attempt is None else self.attempt.facts()
+        known["num_prompt_tokens"] = self.num_prompt_tokens
+        if num_output_tokens := self.num_output_tokens:
+            known |= {"num_output_tokens": num_output_tokens, "tokens_by": self.tokens.source}
         return {name: value for name, value in known.items() if value is not None}
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        """The number of the prompt's tokens: as an engine counted them, else as the proxy did for the first attempt. A
+        later one may have to read what was shown of the answer, too."""
+        if (num_told := self.tokens.num_prompt) is not None:
+            return num_told
+        first = self._earlier[0] if self._earlier else self._attempt
+        return None if first is None else first.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The number of tokens of the answer, as far as the client was sent it."""
+        return self.tokens.num_output if self.has_answer else 0
 
     @property
     def _earlier_s(self) -> float | None:
@@ -219,7 +249,8 @@ class Observers:
 
 
 class Recent(Bystander):
-    """Recent keeps the last requests, and totals by outcome, for the status page. Implements `Observer`.
+    """Recent keeps the last requests, totals by outcome, and the tokens of all answers, for the status page. Implements
+    `Observer`.
 
     Mutable state: the records, newest last; the totals.
     """
@@ -227,11 +258,16 @@ class Recent(Bystander):
     def __init__(self, limit: int = 50) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=limit)
         self.totals: dict[str, int] = {}
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
 
     def request_finished(self, record: RequestRecord) -> None:
         if record.is_counted:
             self._records.append(record)
             self.totals[record.outcome] = self.totals.get(record.outcome, 0) + 1
+            if record.has_answer:
+                self.num_prompt_tokens += record.num_prompt_tokens or 0
+                self.num_output_tokens += record.num_output_tokens
 
     def facts(self) -> list[dict[str, Any]]:
         """Returns the facts of the last requests, newest first."""

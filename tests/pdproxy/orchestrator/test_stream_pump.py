@@ -10,6 +10,7 @@ import pytest
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.http.base import EngineBroken, Sink
 from pdproxy.openai.sse import DONE, EventBuffer
+from pdproxy.openai.token_count import TokenCount
 from pdproxy.orchestrator.stream_pump import StreamPump
 
 
@@ -115,6 +116,7 @@ class Stream:
                 silent=SilentError,
                 stalled=StalledError,
                 shows_all=self._shows_all,
+                tokens=TokenCount(),
             )
             self.pour.start()
             try:

@@ -1,0 +1,175 @@
+"""The module counts the tokens of one request's answer as the client gets it, and takes the times between them.
+
+While a stream runs this looks at bytes only and parses nothing. What an engine says in a ``usage`` is exact and comes
+first; it is read once, at the end. Else the ids that a stream tells are counted, or its events.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+from pdproxy.openai.sse import split
+
+_IDS, _SPACED_IDS = b'"token_ids":[', b'"token_ids": ['
+"""The bytes with which the ids of an event's tokens begin, as one engine or another writes JSON. (In a text the quotes
+would be escaped.)"""
+_LEAST_BYTES = 64
+"""Less than any event with ids has before them. `find` takes as long as all the rest that is done with one event."""
+_CHOICE, _CHOICES = b'"finish_reason"', b'"choices"'
+"""The bytes that every choice of an event has once, also while it is null; and those that every event has, for engines
+that leave out what is null."""
+_ROLE = b'"role":'
+_PROMPT, _OUTPUT = b'"prompt_tokens"', b'"completion_tokens"'
+_NUMBER = re.compile(rb"\s*:\s*(\d{1,12})")
+
+BY_USAGE, BY_IDS, BY_EVENTS = "usage", "ids", "events"
+"""How the tokens of an answer were counted: told by the engine, one for each id, or one for each choice of an event.
+The last is no exact number: an event may have several tokens, or none."""
+
+
+class TokenCount:
+    """A `TokenCount` belongs to one request, over all its attempts. Times are on `clock`, in seconds.
+
+    Mutable state: how many tokens were shown; the bytes with which their ids begin, where they are told, and else those
+    that stand for one each; when the first and the last of them came, and the longest time between two pieces of the
+    answer; the latest bytes with a usage, until they are read; the numbers that were read last. The prompt's may come
+    from the prefiller instead.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_each",
+        "_first_at",
+        "_ids",
+        "_last_at",
+        "_num_prompt",
+        "_num_told",
+        "_unread",
+        "longest_gap_s",
+        "num_sequences",
+        "num_shown",
+    )
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.num_sequences = 1
+        """The number of answers that the request asks for, which come side by side."""
+        self._num_prompt: int | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the answer, of which the client has seen nothing, because it begins anew."""
+        self.num_shown = 0
+        self._ids = b""
+        self._each = _CHOICE
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self.longest_gap_s = 0.0
+        """Seconds of the longest time between two pieces of the answer that have tokens."""
+        self._unread = b""
+        self._num_told: int | None = None
+
+    # ── what comes ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, events: bytes) -> None:
+        """Counts whole events, which the client gets now."""
+        if not self.num_shown:
+            self._begin(events)
+            return
+        ids = self._ids
+        num = _num_ids(events, ids) if ids else events.count(self._each)
+        if not num:  # a usage, a comment or the end
+            return
+        self.num_shown += num
+        now = self._clock()
+        gap_s = now - self._last_at
+        if gap_s > self.longest_gap_s:
+            self.longest_gap_s = gap_s
+        self._last_at = now
+
+    def _begin(self, events: bytes) -> None:
+        """Counts the first piece of the answer, which shows what can be counted. It may also have events that tell a
+        role, and no token."""
+        self._ids = _IDS if events.find(_IDS) >= 0 else _SPACED_IDS if events.find(_SPACED_IDS) >= 0 else b""
+        if self._ids:
+            self.num_shown = _num_ids(events, self._ids)
+        else:
+            self._each = each = _CHOICE if events.find(_CHOICE) >= 0 else _CHOICES
+            self.num_shown = sum([one.count(each) for one in split(events) if one.find(_ROLE) < 0]) or 1
+        self._first_at = self._last_at = self._clock()
+
+    def tell(self, data: bytes) -> None:
+        """Takes whole events, or a whole answer, with a usage that counts all of the answer so far."""
+        self._unread = data
+
+    def tell_prompt(self, num_tokens: int) -> None:
+        """Takes the number of the prompt's tokens as the prefiller counted them."""
+        self._num_prompt = num_tokens
+
+    # ── what is known ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_prompt(self) -> int | None:
+        """The number of the prompt's tokens, as an engine counted them; None where none has told it."""
+        if self._unread:
+            self.settle()
+        return self._num_prompt
+
+    @property
+    def num_output(self) -> int:
+        """The number of tokens of the answer so far, of all its choices."""
+        if self._unread:
+            self.settle()
+        return self.num_shown if self._num_told is None else self._num_told
+
+    @property
+    def source(self) -> str:
+        """The way in which `num_output` was counted: `BY_USAGE`, `BY_IDS` or `BY_EVENTS`."""
+        if self._unread:
+            self.settle()
+        return BY_USAGE if self._num_told is not None else BY_IDS if self._ids else BY_EVENTS
+
+    @property
+    def mean_gap_s(self) -> float | None:
+        """The seconds per token after the first one: from the first piece of the stream to the last one with tokens, by
+        the number of tokens less one. None for a stream of one token, one that came in one piece, and for several
+        answers side by side."""
+        num, stream_s = self.num_output, self._last_at - self._first_at
+        if num < 2 or stream_s <= 0.0 or self.num_sequences != 1:
+            return None
+        return stream_s / (num - 1)
+
+    def settle(self) -> None:
+        """Reads the latest usage, and lets go of its bytes. Numbers that it lacks stay as they are."""
+        if not self._unread:
+            return
+        data, self._unread = self._unread, b""
+        num_prompt, num_output = _last_number(data, _PROMPT), _last_number(data, _OUTPUT)
+        self._num_prompt = self._num_prompt if num_prompt is None else num_prompt
+        self._num_told = self._num_told if num_output is None else num_output
+
+    def __repr__(self) -> str:
+        return f"<TokenCount {self.num_output} by {self.source}>"
+
+
+def _last_number(data: bytes, name: bytes) -> int | None:
+    """Returns the number behind the last `name`; None where there is none. It is at the end of a whole answer."""
+    at = data.rfind(name)
+    number = None if at < 0 else _NUMBER.match(data, at + len(name))
+    return None if number is None else int(number[1])
+
+
+def _num_ids(events: bytes, ids: bytes) -> int:
+    """Returns the number of tokens of which whole events tell the ids. Their lists begin with the bytes `ids`."""
+    num, start = 0, events.find(ids)
+    while start >= 0:
+        start += len(ids)
+        end = events.find(b"]", start)
+        if end > start:
+            num += events.count(b",", start, end) + 1
+        if len(events) - end < _LEAST_BYTES:  # as a rule: what comes behind the ids is the event's end
+            break
+        start = events.find(ids, end)
+    return num
