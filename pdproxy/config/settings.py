@@ -197,7 +197,9 @@ class Settings(BaseSettings):
         8 * 2**20, "Largest event of an engine's stream, and most bytes of a stream before its first token", ge=2**16
     )
     api_keys: CommaList = setting((), "Keys of which a client must show one; without any, all may ask", repr=False)
-    api_keys_file: Path | None = setting(None, "File with more keys of clients, one per line; may change")
+    api_keys_file: Path | None = setting(
+        None, "File with more keys of clients, KEY or KEY name=NAME per line; may change"
+    )
     engine_client: EngineClientKind = setting(
         "auto", "Client for the engines: relay (HTTP/1.1 in clear text, light) or httpx (any); auto prefers relay"
     )

@@ -7,9 +7,11 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from pdproxy.errors import ConfigError, Unauthorized
 from transfer.errors import TransferError
@@ -19,6 +21,17 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at the file: a key that was added or taken away counts after no more than that."""
+
+
+_NAMED = re.compile(r"(\S+)\s+name=(.*)")
+_NAME = re.compile(r"[A-Za-z0-9._@:/+-]{1,64}")
+
+
+class _Key(NamedTuple):
+    """A key that counts: its digest, and the name by which the log tells of it, if it has one."""
+
+    digest: bytes
+    name: str | None = None
 
 
 class ApiKeys:
@@ -32,11 +45,11 @@ class ApiKeys:
     def __init__(
         self, keys: Iterable[str], file: Path | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._fixed = [_digest(key.encode()) for key in keys]
+        self._fixed = [_Key(_digest(key.encode())) for key in keys]
         self._file = file
         self._clock = clock
         # State: the file's keys, which version of it they are from, and when it is looked at next.
-        self._from_file: list[bytes] = []
+        self._from_file: list[_Key] = []
         self._version: tuple[int, ...] | None = None
         self._look_at = clock() + LOOK_EVERY_S
         if file is not None:
@@ -47,24 +60,27 @@ class ApiKeys:
         """Tells whether no key is asked for."""
         return not self._fixed and self._file is None
 
-    def check(self, headers: Mapping[str, str]) -> None:
-        """Raises `Unauthorized` unless the headers (names in lower case) show one of the keys."""
+    def check(self, headers: Mapping[str, str]) -> str | None:
+        """Returns the name of the key that the headers (names in lower case) show, if it has one. Raises `Unauthorized`
+        where they show none of the keys."""
         if self.is_open:
-            return
+            return None
         self._look()
         scheme, _, token = headers.get("authorization", "").partition(" ")
         shown = [token.strip()] if scheme.lower() == "bearer" else []
         shown += [headers["x-api-key"].strip()] if "x-api-key" in headers else []
         if not shown:
             raise Unauthorized("this proxy asks for an API key: send Authorization: Bearer KEY, or x-api-key: KEY")
-        if not sum(self._knows(key) for key in shown):
+        found = [known for key in shown for known in self._matching(key)]
+        if not found:
             raise Unauthorized("this API key is not one of the proxy's")
+        return found[0].name
 
-    def _knows(self, key: str) -> bool:
-        """Tells whether `key` is one of the keys. Every key is compared, and in constant time, so that the time tells
+    def _matching(self, key: str) -> list[_Key]:
+        """Returns the keys that `key` is. Every key is compared, and in constant time, so that the time tells
         nothing."""
         shown = _digest(key.encode("latin-1"))  # as headers are decoded
-        return sum(hmac.compare_digest(shown, known) for known in (*self._fixed, *self._from_file)) > 0
+        return [known for known in (*self._fixed, *self._from_file) if hmac.compare_digest(shown, known.digest)]
 
     def _look(self) -> None:
         """Reads the file again if it has changed since the last look."""
@@ -106,11 +122,20 @@ def _version(file: Path) -> tuple[int, ...]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _read(file: Path) -> list[bytes]:
-    """Returns the digests of the file's keys. It has one key per line; empty lines and those that begin with ``#`` have
-    none."""
-    lines = (line.strip() for line in read_secrets(file).splitlines())
-    return [_digest(line.encode()) for line in lines if line and not line.startswith("#")]
+def _read(file: Path) -> list[_Key]:
+    """Returns the file's keys. It has one key per line; empty lines and those that begin with ``#`` have none. A line
+    ``KEY name=NAME`` gives the key a name. Raises `TransferError` for a name that does not fit into a log line."""
+    lines = ((number, line.strip()) for number, line in enumerate(read_secrets(file).splitlines(), 1))
+    return [_key(line, f"{file}, line {number}") for number, line in lines if line and not line.startswith("#")]
+
+
+def _key(line: str, where: str) -> _Key:
+    named = _NAMED.fullmatch(line)
+    if named is None:
+        return _Key(_digest(line.encode()))
+    if _NAME.fullmatch(named[2]) is None:
+        raise TransferError(f"{where}: a key's name has 1 to 64 letters, digits and characters of ._@:/+-")
+    return _Key(_digest(named[1].encode()), named[2])
 
 
 def _digest(key: bytes) -> bytes:

@@ -177,7 +177,7 @@ class Exchange:
     def _begin(self) -> None:
         self._record, self.forwarded = self._route.begin(self.headers)
         try:
-            self._route.check(self.headers, self.memory)
+            self._route.check(self._record, self.headers, self.memory)
         except ProxyError as error:
             self._objection = error
 

@@ -80,7 +80,7 @@ class GenerationRoute:
         with self.memory.share() as memory:
             client = AsgiClient(send, headers, forwarded, memory)
             try:
-                self.check(headers, memory)
+                self.check(record, headers, memory)
                 with Deadline(self.body_timeout_s, self.too_slow):
                     body = await read_body(receive, lambda num_bytes: self.objection(num_bytes, memory))
             except ProxyError as error:
@@ -103,10 +103,10 @@ class GenerationRoute:
             forwarded["authorization"] = shown
         return record, forwarded
 
-    def check(self, headers: Mapping[str, str], memory: MemoryShare) -> None:
-        """Takes the memory for a body whose length is known. Raises the `ProxyError` that makes it needless to read
-        the body."""
-        self._keys.check(headers)
+    def check(self, record: RequestRecord, headers: Mapping[str, str], memory: MemoryShare) -> None:
+        """Takes the memory for a body whose length is known, and notes whose key was shown. Raises the `ProxyError`
+        that makes it needless to read the body."""
+        record.key_name = self._keys.check(headers)
         length = headers.get("content-length")
         if length is not None and length.isdecimal():
             error = self.objection(int(length), memory)

@@ -189,6 +189,53 @@ def test_a_changed_file_that_others_can_write_changes_nothing_until_that_is_mend
     assert [may(keys, key) for key in ("first", "third")] == [False, True]
 
 
+# ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "name"),
+    [
+        ("sk-1 name=shop", "sk-1", "shop"),
+        ("  sk-1\t name=a.b_c@d:e/f+g-7  ", "sk-1", "a.b_c@d:e/f+g-7"),
+        ("name=shop", "name=shop", None),
+        ("sk-1name=shop", "sk-1name=shop", None),
+        ("sk=1==", "sk=1==", None),
+        ("shop:sk-1", "shop:sk-1", None),
+        ("sk-1 # shop", "sk-1 # shop", None),
+        ("sk 1 name=shop", "sk 1 name=shop", None),
+    ],
+)
+def test_a_line_is_a_key_as_a_whole_unless_a_name_is_behind_it(file: Path, line: str, key: str, name: str) -> None:
+    file.write_text(f"other name=other\n{line}\n")
+    keys = ApiKeys([], file)
+    assert keys.check({"authorization": f"Bearer {key}"}) == name
+    assert keys.check({"x-api-key": key}) == name
+    assert keys.check({"x-api-key": "wrong", "authorization": "Bearer other"}) == "other"
+    assert may(keys, line.strip()) == (line.strip() == key), "the name is no part of the key"
+
+
+@pytest.mark.parametrize("name", ["", "two words", 'x"y', "x" * 65, "x\x7f", "über"])
+def test_a_name_that_does_not_fit_into_a_log_line_is_refused_and_no_key_is_told(file: Path, name: str) -> None:
+    file.write_text(f"# keys\nsk-secret name={name}\n")
+    with pytest.raises(ConfigError, match=f"api_keys_file: {file}, line 2: a key's name has 1 to 64") as raised:
+        ApiKeys([], file)
+    assert "sk-secret" not in str(raised.value)
+
+
+def test_a_name_that_is_changed_counts_after_the_next_look_and_a_bad_one_changes_nothing(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    keys = ApiKeys(["zeroth"], file, clock=clock)
+    for text, name in (("first name=a", "a"), ("first name=b", "b"), ("first name=", "b"), ("first", None)):
+        replace(file, text)
+        clock.now += LOOK_EVERY_S
+        assert keys.check({"x-api-key": "first"}) == name
+    assert keys.check({"x-api-key": "zeroth"}) is None
+    assert caplog.text.count("line 1: a key's name") == 1
+    assert "first" not in caplog.text
+
+
 # ── the proxy ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -277,6 +278,35 @@ async def test_a_log_that_nobody_reads_holds_up_neither_requests_nor_the_end(tmp
     finally:
         os.close(reader)
         os.close(end)
+
+
+async def test_a_client_that_leaves_has_its_tokens_and_its_keys_name_in_log_and_metrics(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-secret name=shop\n")
+    keys.chmod(0o600)
+    async with process(tmp_path, "--api-keys-file", str(keys), "--log-format", "json") as proxy:
+        shown = {"authorization": "Bearer sk-secret"}
+        gate = hold(proxy.decoder, "middle")
+        async with proxy.client.stream("POST", "/v1/completions", json=BODY, headers=shown) as stream:
+            lines = stream.aiter_lines()
+            got = [await anext(lines)]
+            await proxy.decoder.reached("middle")
+            while len(got) < len(WORDS) // 2:
+                got += [line for line in [await anext(lines)] if line]
+        told: list[dict[str, Any]] = []
+        async with asyncio.timeout(5):
+            while not told:
+                await asyncio.sleep(0.02)  # another process writes it
+                told = [json.loads(line) for line in proxy.said().splitlines() if '"message":"request"' in line]
+        gate.set()
+        assert told[0]["outcome"] == "client_gone"
+        assert (told[0]["key_name"], told[0]["model"], told[0]["num_prompt_tokens"]) == ("shop", "tiny", 2)
+        assert len(got) <= told[0]["num_output_tokens"] < len(WORDS)
+        assert told[0]["tokens_by"] == "ids"
+        page = (await proxy.client.get("/metrics")).text
+        num = told[0]["num_output_tokens"]
+        assert f'pdproxy_output_tokens_total{{model="tiny",source="ids"}} {num}.0' in page
+        assert "sk-secret" not in proxy.said() + page + (await proxy.client.get("/status")).text
 
 
 SETTLED = """
