@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from pdproxy.openai.client_stream import StreamedAnswer
+from pdproxy.openai.request import COMPLETIONS, parse
 from pdproxy.openai.token_count import TokenCount
 from tests.fakes.fleet import Clock
 
@@ -74,6 +76,16 @@ def test_an_answer_that_begins_anew_is_counted_anew_but_its_prompt_is_the_same()
     assert (tokens.num_output, tokens.num_prompt) == (0, 7)
     tokens.add(TEXT)
     assert (tokens.num_output, tokens.source) == (1, "events")
+
+
+def test_a_stream_counts_what_it_shows_and_forgets_that_when_it_starts_over() -> None:
+    request = parse(COMPLETIONS, b'{"prompt": "x", "stream": true}')
+    stream = StreamedAnswer(request, tokens=TokenCount(Clock()), limit_bytes=1000)
+    stream.take(ids(1, 2))
+    assert stream.tokens.num_output == 2
+    stream.start_over()
+    stream.take(ids(1))
+    assert stream.tokens.num_output == 1
 
 
 def test_times_between_tokens() -> None:

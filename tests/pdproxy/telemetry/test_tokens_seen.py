@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from pdproxy.telemetry.record import Outcome, RequestRecord
 from tests.fakes.connected_call import ConnectedCall
-from tests.fakes.fake_engine import BROKEN, WORDS, FakeEngine, json_reply
+from tests.fakes.fake_engine import BROKEN, WORDS, FakeEngine, FakeReply, json_reply
 from tests.fakes.fake_vllm import FakeNixl
 from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
@@ -129,6 +132,52 @@ async def test_no_token_counts_twice_where_another_decoder_goes_on(body: dict[st
         assert facts["num_prompt_tokens"] == len(PROMPT), "what was shown is no prompt"
         assert await output(house) == {label(source): N}
         assert await prompts(house) == {label("usage"): len(PROMPT)}
+
+
+@pytest.mark.usefixtures("both_ways")
+async def test_the_prompt_of_a_stream_that_goes_on_locally_is_what_the_client_sent() -> None:
+    """No prefiller tells it, and the second decoder reads more than that."""
+    async with stream_that_moves(min_prompt_tokens=100) as house:
+        assert (await house.post(prompt=PROMPT, stream=True)).text() == "".join(WORDS)
+        facts = house.proxy.recent.facts()[0]
+        assert (facts["attempts"], facts["path"], facts["num_prompt_tokens"]) == (2, "local", len(PROMPT))
+        assert await output(house) == {label("ids"): N}
+        assert await prompts(house) == {label("proxy"): len(PROMPT)}
+
+
+@pytest.mark.usefixtures("both_ways")
+async def test_a_usage_that_the_proxy_writes_itself_counts() -> None:
+    async with proxy_in_front_of(retries=0) as house:
+        last = {"index": 0, "text": "Once", "finish_reason": "stop", "token_ids": [100, 2]}
+        chunk = b"data: " + json.dumps({"id": "i", "choices": [last]}).encode() + b"\n\n"
+        house.decoder.fail_at["decode"] = FakeReply(200, [chunk, BROKEN], {"content-type": "text/event-stream"})
+        answer = await house.post(prompt=PROMPT, **WITH_USAGE)
+        assert answer.events()[-2]["usage"]["completion_tokens"] == 2
+        assert await output(house) == {label("usage"): 2}
+
+
+@pytest.mark.usefixtures("relay_way")
+async def test_a_client_that_leaves_before_its_whole_answer_is_there_has_had_nothing() -> None:
+    async with proxy_in_front_of() as house:
+        house.decoder.hang_at.add("middle")
+        call = house.call(prompt=PROMPT)
+        await house.decoder.reached("middle")
+        await until(lambda: house.proxy.orchestrator.records()[0].tokens.num_output > 1)
+        call.leave()
+        await call.done()
+        assert "num_output_tokens" not in house.proxy.recent.facts()[0]
+        assert (await house.get("/status")).json()["tokens"] == {"prompt": 0, "output": 0}
+        assert await output(house) == await prompts(house) == {}
+
+
+def test_a_request_that_is_over_holds_nothing_of_its_answer() -> None:
+    """The status page keeps the last records."""
+    body = json.dumps({"text": "x" * 1000, "usage": {"prompt_tokens": 1, "completion_tokens": 2}}).encode()
+    record, num = RequestRecord("r", "/v1/completions"), sys.getrefcount(body)
+    record.tokens.tell(body)
+    assert sys.getrefcount(body) == num + 1
+    record.end(Outcome.DONE)
+    assert (sys.getrefcount(body), record.tokens.num_output) == (num, 2)
 
 
 async def test_an_answer_that_begins_anew_is_counted_once() -> None:
