@@ -97,7 +97,9 @@ class TokenCount:
             self.num_shown = _num_ids(events, self._ids)
         else:
             self._each = each = _CHOICE if events.find(_CHOICE) >= 0 else _CHOICES
-            self.num_shown = sum([one.count(each) for one in split(events) if one.find(_ROLE) < 0]) or 1
+            self.num_shown = events.count(each)
+            if self.num_shown > 1 and events.find(_ROLE) >= 0:
+                self.num_shown = sum([one.count(each) for one in split(events) if one.find(_ROLE) < 0]) or 1
         self._first_at = self._last_at = self._clock()
 
     def tell(self, data: bytes) -> None:
