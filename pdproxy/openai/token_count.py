@@ -25,8 +25,8 @@ _PROMPT, _OUTPUT = b'"prompt_tokens"', b'"completion_tokens"'
 _NUMBER = re.compile(rb"\s*:\s*(\d{1,12})")
 
 BY_USAGE, BY_IDS, BY_EVENTS = "usage", "ids", "events"
-"""How the tokens of an answer were counted: told by the engine, one for each id, or one for each choice of an event.
-The last is no exact number: an event may have several tokens, or none."""
+"""The ways in which the tokens of an answer are counted: the engine tells them, each id is one, or each choice of an
+event is one. The last is no exact number: an event may have several tokens, or none."""
 
 
 class TokenCount:
