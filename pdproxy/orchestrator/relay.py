@@ -19,7 +19,7 @@ from pdproxy.openai.assembled import NotAssembledError
 from pdproxy.openai.first_token import Opening, with_opening
 from pdproxy.openai.request import Fields
 from pdproxy.openai.response import CorruptAnswer
-from pdproxy.openai.sse import EventBuffer, has_done
+from pdproxy.openai.sse import EventBuffer, has_done, num_events
 from pdproxy.openai.transcript import Shown
 from pdproxy.openai.usage import (
     ERROR_EVENT,
@@ -279,6 +279,7 @@ class Relay:
                 silent=silent,
                 stalled=self._stalled,
                 shows_all=not self._is_kept and self._context.stream.is_as_it_comes,
+                record=self._context.record,
             )
             try:
                 pump.start()
@@ -313,6 +314,7 @@ class Relay:
     async def _show(self, leg: OpenLeg, events: bytes) -> None:
         """Sends whole events to the client, up to the engine's own error event if there is one; then raises
         `EngineSaidError`."""
+        self._context.record.num_events += num_events(events)
         shown, error = self._look(leg, events)
         if len(shown) > _LARGE_BYTES:
             await asyncio.sleep(0)

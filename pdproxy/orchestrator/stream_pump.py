@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.http.base import EngineBroken, Source
-from pdproxy.openai.sse import DATA_DONE, EventBuffer, has_done
+from pdproxy.openai.sse import DATA_DONE, EventBuffer, has_done, num_events
 from pdproxy.openai.usage import ERROR_EVENT, PROMPT_TOKENS
 from pdproxy.orchestrator.context import Outlet
+from pdproxy.telemetry.record import RequestRecord
 
 Show = Callable[[bytes], tuple[bytes, Exception | None]]
 """A function that returns whole events as the client gets them, and the error that ends the stream behind them."""
@@ -33,6 +34,7 @@ class StreamPump:
         "_idle_s",
         "_limit",
         "_outlet",
+        "_record",
         "_show",
         "_shows_all",
         "_silent",
@@ -54,12 +56,13 @@ class StreamPump:
         silent: MakeError,
         stalled: MakeError,
         shows_all: bool,
+        record: RequestRecord,
     ) -> None:
         """Takes `limit`, which is moved with every piece. After `idle_s` seconds without one it raises `silent`, and
         `stalled` where the client has taken nothing for so long.
 
         `shows_all`: an event goes to the client as it is, and `show` is not asked about it, unless it ends the stream
-        or tells a usage.
+        or tells a usage. `record` counts the events.
         """
         self._source = source
         self._outlet = outlet
@@ -70,6 +73,7 @@ class StreamPump:
         self._silent = silent
         self._stalled = stalled
         self._shows_all = shows_all
+        self._record = record
         self.is_done = False
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -91,6 +95,7 @@ class StreamPump:
             return
         if not events:
             return
+        self._record.num_events += num_events(events)
         # `find` is used because `in` first checks whether it looks for a number, which takes ten times as long.
         if events.find(DATA_DONE) >= 0:
             self.is_done = self.is_done or has_done(events)

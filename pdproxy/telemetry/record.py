@@ -55,6 +55,7 @@ class RequestRecord:
         "is_counted",
         "model",
         "num_attempts",
+        "num_events",
         "outcome",
         "reason",
         "request_id",
@@ -81,6 +82,9 @@ class RequestRecord:
         self.stream = False
         self.reason = ""
         self.num_attempts = 0
+        self.num_events = 0
+        """Number of events of the decoders' streams so far. Most engines write one for each token, and one or two more
+        around them."""
         self.outcome = _RUNNING
         self.status: int | None = None
         self.error: str | None = None
@@ -221,16 +225,18 @@ class Observers:
 class Recent(Bystander):
     """Recent keeps the last requests, and totals by outcome, for the status page. Implements `Observer`.
 
-    Mutable state: the records, newest last; the totals.
+    Mutable state: the records, newest last; the totals; the events of all requests that have ended.
     """
 
     def __init__(self, limit: int = 50) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=limit)
         self.totals: dict[str, int] = {}
+        self.num_events = 0
 
     def request_finished(self, record: RequestRecord) -> None:
         if record.is_counted:
             self._records.append(record)
+            self.num_events += record.num_events
             self.totals[record.outcome] = self.totals.get(record.outcome, 0) + 1
 
     def facts(self) -> list[dict[str, Any]]:

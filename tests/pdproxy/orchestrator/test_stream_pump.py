@@ -9,8 +9,10 @@ import pytest
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.http.base import EngineBroken, Sink
+from pdproxy.openai.request import COMPLETIONS
 from pdproxy.openai.sse import DONE, EventBuffer
 from pdproxy.orchestrator.stream_pump import StreamPump
+from pdproxy.telemetry.record import RequestRecord
 
 
 class SilentError(Exception):
@@ -98,6 +100,7 @@ class Stream:
         self.source, self.outlet = source, outlet
         self.buffer = EventBuffer(max_event_bytes, lambda: EventError("too large"))
         self.pour: StreamPump | None = None
+        self.record = RequestRecord("id", COMPLETIONS)
         self._idle_s = idle_s
         self._show = show
         self._shows_all = shows_all
@@ -115,6 +118,7 @@ class Stream:
                 silent=SilentError,
                 stalled=StalledError,
                 shows_all=self._shows_all,
+                record=self.record,
             )
             self.pour.start()
             try:
@@ -138,6 +142,7 @@ async def test_whole_events_reach_the_client_in_the_callback_that_brings_them() 
     sink.feed(b"\ndata: 3\n\n")
     assert stream.outlet.pieces[1:] == [b"data: 2\n\ndata: 3\n\n"]
     sink.feed(DONE)
+    assert stream.record.num_events == 4
     sink.end()
     assert await stream.task is True
     assert stream.buffer.num_pending_bytes == 0
