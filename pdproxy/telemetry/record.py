@@ -23,7 +23,11 @@ class Outcome(StrEnum):
     SHUTDOWN = "shutdown"
 
 
-_RUNNING = Outcome.RUNNING
+# Looking up a member in its enum costs more than the comparison.
+_RUNNING, _FAILED = Outcome.RUNNING, Outcome.FAILED
+
+MAX_FIRST_TOKENS = 2048
+"""The most first tokens that are kept of streams that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,15 @@ class RequestRecord:
         about."""
         return self.total_s if self._received is None else self._received - self.started
 
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the request's start to the first event of its answer; None before that."""
+        for attempt in self.attempts:
+            phases = attempt.phase_seconds()
+            if "decode" in phases:
+                return attempt.started + attempt.total_seconds() - phases["decode"] - self.started
+        return None
+
     def steps(self) -> Iterator[Step]:
         """Yields the steps of the request's time over all attempts, in order; up to now where the request is not
         over."""
@@ -225,19 +238,29 @@ class Observers:
 class Recent(Bystander):
     """Recent keeps the last requests, and totals by outcome, for the status page. Implements `Observer`.
 
-    Mutable state: the records, newest last; the totals; the events of all requests that have ended.
+    Mutable state: the records, newest last; the totals; how many failed, by error code; the events of all requests that
+    have ended; the first tokens of the last streams.
     """
 
     def __init__(self, limit: int = 50) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=limit)
         self.totals: dict[str, int] = {}
+        self.failures: dict[str, int] = {}
         self.num_events = 0
+        self.first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST_TOKENS)
+        """For each of the last streams that have ended, when its first token came, on the records' clock, and after how
+        many seconds."""
 
     def request_finished(self, record: RequestRecord) -> None:
         if record.is_counted:
             self._records.append(record)
             self.num_events += record.num_events
             self.totals[record.outcome] = self.totals.get(record.outcome, 0) + 1
+            if record.outcome is _FAILED:
+                reason = record.error or "unknown"
+                self.failures[reason] = self.failures.get(reason, 0) + 1
+            if record.stream and (first_s := record.first_token_s) is not None:
+                self.first_tokens.append((record.started + first_s, first_s))
 
     def facts(self) -> list[dict[str, Any]]:
         """Returns the facts of the last requests, newest first."""
