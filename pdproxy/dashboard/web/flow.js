@@ -24,9 +24,9 @@ class Flow {
   update({ flow }) {
     const isWhole = flow.collecting_s === 0;
     const lack = isWhole ? "" : `${count(flow.collecting_s, "second")} more`;
-    const rate = (each) => `${each > 0 && each < 10 ? each.toFixed(1) : numbers.format(Math.round(each))} a second`;
-    figure(byId("rate"), isWhole ? rate(flow.per_s) : "");
-    figure(byId("tokens"), isWhole ? rate(flow.tokens_per_s) : "");
+    const rate = (each) => (each > 0 && each < 10 ? each.toFixed(1) : numbers.format(Math.round(each)));
+    figure(byId("rate"), isWhole ? rate(flow.per_s) : "", { unit: "a second" });
+    figure(byId("tokens"), isWhole ? rate(flow.tokens_per_s) : "", { unit: "a second" });
     drawHistory(byId("history"), byId("history-says"), "Requests that ended", [flow.all, flow.failed], lack);
     drawHistory(byId("tokens-history"), byId("tokens-says"), "Tokens of answers", [flow.tokens], lack);
     this.wait(flow.first_token_s);
@@ -44,8 +44,8 @@ class Flow {
   /** Percentiles of few are not told: they would be those of single requests. */
   wait({ num, least, p50, p95 }) {
     const isKnown = p50 !== undefined;
-    figure(byId("ttft"), isKnown ? `${duration(p50)}` : "", "p50");
-    figure(byId("ttft-high"), isKnown ? `${duration(p95)}` : " ", "p95");
+    figure(byId("ttft"), isKnown ? duration(p50) : "", { name: "p50" });
+    figure(byId("ttft-high"), isKnown ? duration(p95) : " ", { name: "p95" });
     const lack = `${count(least - num, "more stream")} within a minute`;
     say(byId("ttft-says"), isKnown ? `of ${count(num, "stream")} in the last minute` : lack);
   }
@@ -77,10 +77,11 @@ class Flow {
   }
 }
 
-/** A figure, or that it is not known yet (""). */
-function figure(node, text, name = "") {
+/** A figure between its name and its unit, or that it is not known yet (""). */
+function figure(node, text, { name = "", unit = "" } = {}) {
   mark(node, "collecting", String(text === ""));
   mark(node, "name", text.trim() === "" ? "" : name);
+  mark(node, "unit", text.trim() === "" ? "" : unit);
   say(node, text === "" ? "collecting" : text);
 }
 
