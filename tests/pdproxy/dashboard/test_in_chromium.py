@@ -137,6 +137,8 @@ async def test_it_lives_with_the_fleet(tmp_path: Path, monkeypatch: pytest.Monke
             await page.open(f"{url}/ui")
             await page.until(says("#verdict", "All 3 instances are ready"))
             assert await page.ask("document.title") == "3/3 ready · pdproxy"
+            await says_that_it_collects(page)
+            await uses_its_width(page)
             await follows_a_death_and_a_return(page, processes[2])
             await shows_a_request_under_way(page, client, processes[0].engine, picture_file(tmp_path, "small"))
             monkeypatch.setattr(feed_module, "EVERY_S", 0.2)
@@ -154,6 +156,31 @@ async def test_it_lives_with_the_fleet(tmp_path: Path, monkeypatch: pytest.Monke
                 assert await page.text("#link-says") == "Live"
                 assert page.complaints == []
                 await page.open("about:blank")
+
+
+async def says_that_it_collects(page: Page) -> None:
+    """Instead of figures that nobody could have seen yet; and for how long."""
+    for figure, lack in (("rate", "seconds more"), ("tokens", "seconds more"), ("ttft", "20 more streams")):
+        assert await page.text(f"#{figure}") == "collecting"
+        assert lack in await page.text(f".figure:has(#{figure})")
+    assert "collecting" in await page.text("#phases caption")
+    lacks = "parseInt(document.querySelector('#history-says').innerText)"
+    before = await page.ask(lacks)
+    assert 50 <= before <= 60
+    await page.until(f"{lacks} < {before}", 5.0)
+
+
+async def uses_its_width(page: Page) -> None:
+    """Few instances stand in one line, from one edge to the other."""
+    edges = await page.ask(
+        """(() => {
+          const cards = [...document.querySelectorAll(".card")].map((card) => card.getBoundingClientRect());
+          const main = document.querySelector("main").getBoundingClientRect();
+          const tops = new Set(cards.map(({ top }) => Math.round(top)));
+          return [tops.size, cards[0].left - main.left, main.right - cards.at(-1).right];
+        })()"""
+    )
+    assert edges == [1, pytest.approx(0, abs=1), pytest.approx(0, abs=1)]
 
 
 async def follows_a_death_and_a_return(page: Page, decoder: Process) -> None:
