@@ -248,7 +248,7 @@ class Recent(Bystander):
         self.failures: dict[str, int] = {}
         self.num_events = 0
         self.first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST_TOKENS)
-        """For each of the last streams that have ended, when its first token came, on the records' clock, and after how
+        """The first tokens of the last streams that have ended: when each came, on the records' clock, and after how
         many seconds."""
 
     def request_finished(self, record: RequestRecord) -> None:
