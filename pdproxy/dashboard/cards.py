@@ -36,6 +36,7 @@ def card(instance: Instance) -> dict[str, Any]:
         "breaker": instance.breaker.state.value,
         "weight": round(instance.weight, 1),
         "models": sorted(instance.models),
+        "requests": instance.num_attempts,
         "legs": instance.num_legs,
         "queued_tokens": instance.queued_tokens,
     }

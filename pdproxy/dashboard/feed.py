@@ -57,14 +57,16 @@ class Subject(Protocol):
 class Feed:
     """Feed tells its viewers what changes. `run` must be running for them to see more than their first picture.
 
-    Mutable state: the viewers; the last picture, and when it was taken and anybody last told (on `subject`'s clock);
-    two events, that there are viewers and that something should be seen at once.
+    Mutable state: the viewers; the last picture, as JSON as well once somebody has asked for all of it, and when it was
+    taken and anybody last told (on `subject`'s clock); two events, that there are viewers and that
+    something should be seen at once.
     """
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._viewers: set[Viewer] = set()
         self._picture: dict[str, Any] = {}
+        self._rendered = b""
         self._taken_at = float("-inf")
         self._told_at = 0.0
         self._watched = asyncio.Event()
@@ -118,8 +120,10 @@ class Feed:
             self._watched.clear()
 
     def snapshot(self) -> bytes:
-        """Returns all of the last picture, as an event."""
-        return _event("snapshot", {"now": self._subject.now, **self._picture})
+        """Returns all of the last picture, as an event. It is rendered once for all who ask for it."""
+        if not self._rendered:
+            self._rendered = msgspec.json.encode(self._picture)
+        return b'event: snapshot\ndata: {"now":%.3f,%b\n\n' % (self._subject.now, self._rendered[1:])
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -138,7 +142,7 @@ class Feed:
         """Takes a picture. Returns what has changed since the last one."""
         picture = self._subject.take()
         change = difference(self._picture, picture)
-        self._picture, self._taken_at = picture, self._subject.now
+        self._picture, self._taken_at, self._rendered = picture, self._subject.now, b""
         return change
 
     def _tell(self, change: dict[str, Any]) -> None:
@@ -162,7 +166,7 @@ class Viewer:
     """Viewer is somebody who looks, from entering it to leaving it.
 
     Mutable state: messages that were not taken yet; whether a whole picture is due instead of them; whether there will
-    be no more; an event that one of these has changed.
+    be no more, and what it is told at the end; an event that one of these has changed.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -170,6 +174,7 @@ class Viewer:
         self._pending: deque[bytes] = deque()
         self._is_behind = True
         self._is_over = False
+        self.farewell = b""
         self._woken = asyncio.Event()
 
     def __enter__(self) -> Viewer:
@@ -188,9 +193,11 @@ class Viewer:
             self._pending.append(message)
         self._woken.set()
 
-    def end(self) -> None:
-        """Ends the viewer: nothing comes after the messages that wait for it."""
-        self._is_over = True
+    def end(self, farewell: bytes = b"") -> None:
+        """Ends the viewer: nothing but `farewell` comes after the messages that wait for it. Only the first call
+        counts."""
+        if not self._is_over:
+            self._is_over, self.farewell = True, farewell
         self._woken.set()
 
     async def next(self) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,8 +25,12 @@ class Counts:
     at: float
     ended: Mapping[str, float]
     """Number of requests that ended, by outcome."""
+    failures: Mapping[str, float]
+    """Number of requests that failed, by error code."""
     phase_s: Mapping[str, float]
     """The time, in seconds, that requests which have ended spent in each phase."""
+    tokens: float
+    """Number of tokens of the answers that clients were given."""
 
     @property
     def num_ended(self) -> float:
@@ -59,17 +63,23 @@ class LastMinute:
     def facts(self) -> dict[str, Any]:
         """Returns the facts of the last minute.
 
-        They are ``window_s`` (how many seconds of the minute are known), ``ended`` in it by outcome, ``per_s``,
-        ``phase_s`` per request that ended, and a history: ``all`` and ``failed`` in each of the last whole seconds that
-        are known; None for seconds in which nobody looked.
+        They are ``window_s`` (how many seconds of the minute are known), ``collecting_s`` (how many more it takes),
+        ``ended`` in it by outcome, ``failures`` by error code, ``per_s``, ``tokens_per_s``, ``phase_s`` per request
+        that ended, and a history: ``all``, ``failed`` and ``tokens`` in each of the last whole seconds that are known;
+        None for seconds in which nobody looked.
         """
         last = self._looks[-1]
         first = self._at(max(last.at - WINDOW_S, self._looks[0].at))
         window_s, num_ended = last.at - first.at, last.num_ended - first.num_ended
         return {
             "window_s": max(1, round(window_s)) if window_s else 0,
+            "collecting_s": math.ceil(WINDOW_S - window_s),
             "per_s": round(num_ended / window_s, 2) if window_s else 0.0,
+            "tokens_per_s": round((last.tokens - first.tokens) / window_s, 1) if window_s else 0.0,
             "ended": {name: round(num) for name, num in _since(first.ended, last.ended).items()},
+            "failures": {
+                name: num for name, part in _since(first.failures, last.failures).items() if (num := round(part))
+            },
             "phase_s": _each(_since(first.phase_s, last.phase_s), num_ended),
             **self._history(),
         }
@@ -81,11 +91,14 @@ class LastMinute:
         gaps = [(one.at, other.at) for one, other in pairwise(self._looks) if other.at - one.at > UNSEEN_S]
         is_seen = [all(after.at <= left or back <= before.at for left, back in gaps) for before, after in pairs]
         told = list(zip(pairs, is_seen, strict=True))
+
+        def grown(read: Callable[[Counts], float]) -> list[float | None]:
+            return [round(read(after) - read(before), 1) if seen else None for (before, after), seen in told]
+
         return {
-            "all": [round(after.num_ended - before.num_ended, 1) if seen else None for (before, after), seen in told],
-            "failed": [
-                round(after.num_failed - before.num_failed, 1) if seen else None for (before, after), seen in told
-            ],
+            "all": grown(lambda counts: counts.num_ended),
+            "failed": grown(lambda counts: counts.num_failed),
+            "tokens": grown(lambda counts: counts.tokens),
         }
 
     def _at(self, at: float) -> Counts:
@@ -99,7 +112,9 @@ class LastMinute:
         return Counts(
             at=at,
             ended=_on_the_way(before.ended, after.ended, share),
+            failures=_on_the_way(before.failures, after.failures, share),
             phase_s=_on_the_way(before.phase_s, after.phase_s, share),
+            tokens=before.tokens + share * (after.tokens - before.tokens),
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import MutableMapping
-from contextlib import suppress
 from typing import Any
 
 from fastapi import Request, Response
@@ -21,6 +20,11 @@ from transfer.memory_budget import UNLIMITED
 
 STALLED_S = 30.0
 """Seconds that a viewer has to take a message; then it is dropped, and its place is free."""
+LIFE_S = 240.0
+"""Seconds after which a stream ends, and whoever still looks opens the next one. As long as little happens, nothing
+else shows that a viewer has stopped reading: the operating systems at both ends take a megabyte for it."""
+AGAIN = b"event: again\ndata: {}\n\n"
+"""The event that ends such a stream: the page needs not think that it has lost the proxy."""
 RETRY = b"retry: 1000\n\n"
 """The event that sets the time after which a page whose connection has ended tries again, in milliseconds."""
 
@@ -29,6 +33,7 @@ _HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
     (b"x-content-type-options", b"nosniff"),
+    (b"connection", b"close"),  # else the connection of a viewer that does not read would be kept for its next request
 ]
 
 
@@ -58,11 +63,23 @@ class Events:
 
 
 async def _show(viewer: Viewer, client: AsgiClient) -> None:
-    await client.start(200, _HEADERS)
-    with suppress(TimeoutError):
-        message = RETRY
-        while message:
-            async with asyncio.timeout(STALLED_S):
+    """Sends what `viewer` gets, for `LIFE_S` seconds at the most. A client that takes nothing is given up, and its
+    server sees to the connection."""
+    loop = asyncio.get_running_loop()
+    life = loop.call_later(LIFE_S, viewer.end, AGAIN)
+    try:
+        async with asyncio.timeout(STALLED_S) as limit:
+            await client.start(200, _HEADERS)
+            message = RETRY
+            while message:
                 await client.send(message)
-            message = await viewer.next()
-        await client.end()
+                limit.reschedule(None)
+                message = await viewer.next()
+                limit.reschedule(loop.time() + STALLED_S)
+            if viewer.farewell:
+                await client.send(viewer.farewell)
+            await client.end()
+    except TimeoutError:
+        return
+    finally:
+        life.cancel()

@@ -10,6 +10,7 @@ from typing import Any
 
 from pdproxy import __version__
 from pdproxy.dashboard.cards import cards
+from pdproxy.dashboard.first_tokens import first_token_facts
 from pdproxy.dashboard.minute import Counts, LastMinute
 from pdproxy.fleet.pool import Pool
 from pdproxy.ids import fresh_id
@@ -82,14 +83,26 @@ class Snapshotter:
         }
 
     def _flow(self, records: Sequence[RequestRecord]) -> dict[str, Any]:
-        totals, phase_s = dict(self._recent.totals), self._metrics.phase_totals_s()
-        self._minute.note(Counts(at=self._clock() - self._made_at, ended=totals, phase_s=phase_s))
+        now, recent = self._clock(), self._recent
+        counts = Counts(
+            at=now - self._made_at,
+            ended=dict(recent.totals),
+            failures=dict(recent.failures),
+            phase_s=self._metrics.phase_totals_s(),
+            tokens=self._num_tokens(records),
+        )
+        self._minute.note(counts)
         return {
             "in_flight": len(records),
             "now": dict(Counter(_step(record)[0] for record in records)),
             "unsettled": self._reaper.statistics()["open"],
+            "first_token_s": first_token_facts(recent, records, now),
             **self._minute.facts(),
         }
+
+    def _num_tokens(self, records: Sequence[RequestRecord]) -> int:
+        """Returns the number of tokens that clients were given so far."""
+        return self._recent.num_output_tokens + sum(record.num_output_tokens for record in records)
 
     def _row(self, record: RequestRecord) -> dict[str, Any]:
         """Returns what the page shows of one request under way."""

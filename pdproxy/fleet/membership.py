@@ -99,8 +99,8 @@ class Membership:
         instance = self._find(name)
         if not instance.is_idle and not force:
             raise InstanceConflict(
-                f"{name!r} has {instance.num_legs} legs under way or pages held; drain it first and remove it when "
-                "they have ended, or use force=true",
+                f"{name!r} has {instance.num_attempts} requests under way or pages held; drain it first and remove it "
+                "when they have ended, or use force=true",
                 param="force",
             )
         return self._take_out(name)

@@ -120,6 +120,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._idle_since = self.loop.time()
         self._num_unsent_bytes = self.transport.get_write_buffer_size()
         self._unsent.charge(self._num_unsent_bytes)
 
@@ -284,10 +285,13 @@ class ClientConnection(HttpToolsProtocol):
             self._rest_timer = self.loop.call_later(self.timeout_keep_alive, self._look)
 
     def _look(self) -> None:
-        """Closes a connection that has rested too long. One timer serves many requests: it stays set, and looks again
-        when it is due."""
+        """Closes a connection that has rested too long, and one whose client takes nothing of an answer of uvicorn's,
+        which has no limit of its own. One timer serves many requests: it stays set, and looks again when it is due."""
         self._rest_timer = None
-        if self.cycle is not None and not self.cycle.response_complete:
+        is_under_way = self.cycle is not None and not self.cycle.response_complete
+        is_stuck = self._turn is None and (self.flow.write_paused or self.transport.is_closing())
+        if is_under_way and not is_stuck:
+            self._rest()
             return
         due_at = self._idle_since + self.timeout_keep_alive
         if self.loop.time() < due_at:

@@ -24,7 +24,11 @@ class Outcome(StrEnum):
     SHUTDOWN = "shutdown"
 
 
-_RUNNING = Outcome.RUNNING
+# Looking up a member in its enum costs more than the comparison.
+_RUNNING, _FAILED = Outcome.RUNNING, Outcome.FAILED
+
+MAX_FIRST_TOKENS = 2048
+"""The most first tokens that are kept of streams that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,15 @@ class RequestRecord:
         about."""
         return self.total_s if self._received is None else self._received - self.started
 
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the request's start to the first event of its answer; None before that."""
+        for attempt in self.attempts:
+            phases = attempt.phase_seconds()
+            if "decode" in phases:
+                return attempt.started + attempt.total_seconds() - phases["decode"] - self.started
+        return None
+
     def steps(self) -> Iterator[Step]:
         """Yields the steps of the request's time over all attempts, in order; up to now where the request is not
         over."""
@@ -252,7 +265,8 @@ class Recent(Bystander):
     """Recent keeps the last requests, totals by outcome, and the tokens of all answers, for the status page. Implements
     `Observer`.
 
-    Mutable state: the records, newest last; the totals.
+    Mutable state: the records, newest last; the totals; how many failed, by error code; the first tokens of the last
+    streams.
     """
 
     def __init__(self, limit: int = 50) -> None:
@@ -260,6 +274,10 @@ class Recent(Bystander):
         self.totals: dict[str, int] = {}
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
+        self.failures: dict[str, int] = {}
+        self.first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST_TOKENS)
+        """The first tokens of the last streams that have ended: when each came, on the records' clock, and after how
+        many seconds."""
 
     def request_finished(self, record: RequestRecord) -> None:
         if record.is_counted:
@@ -268,6 +286,11 @@ class Recent(Bystander):
             if record.has_answer:
                 self.num_prompt_tokens += record.num_prompt_tokens or 0
                 self.num_output_tokens += record.num_output_tokens
+            if record.outcome is _FAILED:
+                reason = record.error or "unknown"
+                self.failures[reason] = self.failures.get(reason, 0) + 1
+            if record.stream and (first_s := record.first_token_s) is not None:
+                self.first_tokens.append((record.started + first_s, first_s))
 
     def facts(self) -> list[dict[str, Any]]:
         """Returns the facts of the last requests, newest first."""

@@ -46,14 +46,19 @@ class Card {
   }
 }
 
+/** How many requests are bound to it now: the number that is told wherever it is told how busy an instance is. */
+function underWay(card) {
+  return count(card.requests, "request");
+}
+
 /** [amount, of what]; where there is little room, the amount alone is shown. */
 function loadOf(card) {
   if (card.capacity > 0) return [`${numbers.format(card.held)} of ${numbers.format(card.capacity)}`, " pages"];
-  return card.role === "prefill" ? [count(card.queued_tokens, "token"), " to read"] : [count(card.legs, "leg"), ""];
+  return card.role === "prefill" ? [count(card.queued_tokens, "token"), " to read"] : [underWay(card), ""];
 }
 
 function moreOf(card) {
-  const parts = [count(card.legs, "leg")];
+  const parts = [underWay(card)];
   if (!card.word.startsWith("breaker")) parts.push(`breaker ${card.breaker.replace("_", " ")}`);
   if (card.weight < 1) parts.push(`${Math.round(card.weight * 100)} % share`);
   if (card.epoch) parts.push(`epoch ${shortEpoch(card)}`);

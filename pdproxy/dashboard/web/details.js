@@ -3,7 +3,7 @@
 const ACTS = {
   drain: {
     name: "Drain",
-    warns: ({ name, legs }) => `${name} gets no new requests; ${count(legs, "leg")} under way may finish.`,
+    warns: (card) => `${card.name} gets no new requests; ${underWay(card)} under way may finish.`,
     method: "POST",
     path: (name) => `${name}/drain`,
     done: (name) => `${name} is draining.`,
@@ -96,6 +96,10 @@ class Details {
     if (this.shown !== shown) { // else somebody may be typing
       this.shown = shown;
       byId("actions").replaceChildren(...this.actions(card));
+    }
+    if (this.act !== null) { // what is under way changes while somebody reads and types
+      const warning = document.getElementById("warning");
+      if (warning) say(warning, ACTS[this.act].warns(card));
     }
   }
 
@@ -198,7 +202,8 @@ function factsOf(card) {
     ["Gets new requests", card.routable ? "yes" : "no"],
     ["Breaker", card.breaker.replace("_", " ")],
     ["Share of the load", `${Math.round(card.weight * 100)} %`],
-    ["Legs under way", numbers.format(card.legs)],
+    ["Requests under way", numbers.format(card.requests)],
+    ["Calls to it under way", numbers.format(card.legs)],
     ["Tokens to read", numbers.format(card.queued_tokens)],
   ];
   if (card.capacity !== undefined) {

@@ -19,6 +19,7 @@ class Group {
     entries.sort((a, b) => inOrder(a.card.name, b.card.name));
     arrange(this.list, entries.map(({ view }) => view.item));
     mark(this.node, "dense", String(entries.length >= DENSE_FROM));
+    this.node.style.setProperty("--num", String(Math.max(1, entries.length)));
     this.keepEntrance();
   }
 

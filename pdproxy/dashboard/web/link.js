@@ -58,6 +58,7 @@ class Link {
     for (const kind of ["snapshot", "change", "beat"]) {
       source.addEventListener(kind, (event) => this.hear(kind, JSON.parse(event.data)));
     }
+    source.addEventListener("again", () => this.open()); // it ends, so that nobody keeps one whom nobody reads
     source.addEventListener("error", () => {
       this.become("lost");
       if (source.readyState === EventSource.CLOSED) this.openLater();

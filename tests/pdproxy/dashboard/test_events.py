@@ -11,6 +11,7 @@ from pdproxy.dashboard import routes
 from pdproxy.dashboard.feed import EVERY_S
 from tests.fakes.calls import Call
 from tests.fakes.eyes import picture_of, told
+from tests.fakes.fake_engine import error_reply
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
 
 EVENTS = "/ui/events"
@@ -64,6 +65,8 @@ async def test_a_request_under_way_and_its_pages() -> None:
         assert row["since"] >= row["started"]
         assert (picture["flow"]["in_flight"], picture["flow"]["now"]) == (1, {"first_byte": 1})
         assert picture["fleet"]["decode/decode-0"]["legs"] == 1
+        busy = {card["name"]: card["requests"] for card in picture["fleet"].values()}
+        assert busy == {"prefill-0": 1, "decode-0": 1}, "as the row says, whoever has a leg of it just now"
         house.decoder.let_go("decode")
         await call.done()
 
@@ -82,6 +85,28 @@ async def test_what_has_ended_while_somebody_looked() -> None:
         assert set(flow["phase_s"]) == {
             "receive", "tokenize", "slot_wait", "prefill", "kv_wait", "first_byte", "decode"
         }  # fmt: skip
+        call.leave()
+        await call.ended()
+
+
+async def test_tokens_are_told_while_they_come_and_failures_by_their_reason() -> None:
+    async with proxy_in_front_of() as house:
+        call = look(house)
+        await until(lambda: seen(call) != {})
+        house.decoder.hang_at.add("middle")
+        request = house.call(stream=True)
+        await house.decoder.reached("middle")
+        await until(lambda: seen(call)["flow"]["tokens_per_s"] > 0)
+        assert seen(call)["flow"]["in_flight"] == 1, "long before it ends"
+        house.decoder.let_go("middle")
+        await request.answer()
+        assert house.proxy.recent.num_output_tokens > 0
+        house.prefiller.fail_at["prefill"] = error_reply(500, "broken")
+        answer = await house.post()
+        await until(lambda: seen(call)["flow"]["failures"] == {answer.error["code"]: 1})
+        assert seen(call)["flow"]["ended"] == {"done": 1, "failed": 1}
+        assert seen(call)["flow"]["first_token_s"] == {"num": 1, "least": 20}
+        assert 0 < seen(call)["flow"]["collecting_s"] < 60
         call.leave()
         await call.ended()
 

@@ -127,6 +127,27 @@ def test_one_producer_for_all(theatre: Theatre) -> None:
     assert all(eyes.picture == theatre.scene.shows for eyes in viewers)
 
 
+def test_what_twenty_see_is_rendered_once(theatre: Theatre, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look, and a picture or a change as JSON, cost as much for twenty as for one."""
+    rendered: list[Any] = []
+    encode = feed_module.msgspec.json.encode
+
+    def counted(content: Any) -> bytes:
+        rendered.append(content)
+        return encode(content)
+
+    monkeypatch.setattr(feed_module.msgspec.json, "encode", counted)
+    viewers = [theatre.look() for _ in range(20)]
+    assert (theatre.scene.num_looks, len(rendered)) == (1, 1)
+    assert [viewer.kinds for viewer in viewers] == [["snapshot"]] * 20
+    theatre.show(held=3)
+    theatre.pass_seconds(EVERY_S)
+    assert (theatre.scene.num_looks, len(rendered)) == (2, 2)
+    late = theatre.look()
+    assert late.picture == viewers[0].picture == {"fleet": {"d": {"held": 3, "state": "ready"}}}
+    assert len(rendered) == 3, "it has changed since the last one who came"
+
+
 def test_when_the_last_has_left_nothing_is_done_any_more(theatre: Theatre) -> None:
     first, second = theatre.look(), theatre.look()
     first.leave()

@@ -24,6 +24,7 @@ from pdproxy.assemble import Proxy, assemble
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
 from pdproxy.dashboard import feed as feed_module
+from pdproxy.dashboard import routes
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
 from pdproxy.serve import Server
@@ -136,6 +137,8 @@ async def test_it_lives_with_the_fleet(tmp_path: Path, monkeypatch: pytest.Monke
             await page.open(f"{url}/ui")
             await page.until(says("#verdict", "All 3 instances are ready"))
             assert await page.ask("document.title") == "3/3 ready · pdproxy"
+            await says_that_it_collects(page)
+            await uses_its_width(page)
             await follows_a_death_and_a_return(page, processes[2])
             await shows_a_request_under_way(page, client, processes[0].engine, picture_file(tmp_path, "small"))
             monkeypatch.setattr(feed_module, "EVERY_S", 0.2)
@@ -153,6 +156,31 @@ async def test_it_lives_with_the_fleet(tmp_path: Path, monkeypatch: pytest.Monke
                 assert await page.text("#link-says") == "Live"
                 assert page.complaints == []
                 await page.open("about:blank")
+
+
+async def says_that_it_collects(page: Page) -> None:
+    """Instead of figures that nobody could have seen yet; and for how long."""
+    for figure, lack in (("rate", "seconds more"), ("tokens", "seconds more"), ("ttft", "20 more streams")):
+        assert await page.text(f"#{figure}") == "collecting"
+        assert lack in await page.text(f".figure:has(#{figure})")
+    assert "collecting" in await page.text("#phases caption")
+    lacks = "parseInt(document.querySelector('#history-says').innerText)"
+    before = await page.ask(lacks)
+    assert 50 <= before <= 60
+    await page.until(f"{lacks} < {before}", 5.0)
+
+
+async def uses_its_width(page: Page) -> None:
+    """Few instances stand in one line, from one edge to the other."""
+    edges = await page.ask(
+        """(() => {
+          const cards = [...document.querySelectorAll(".card")].map((card) => card.getBoundingClientRect());
+          const main = document.querySelector("main").getBoundingClientRect();
+          const tops = new Set(cards.map(({ top }) => Math.round(top)));
+          return [tops.size, cards[0].left - main.left, main.right - cards.at(-1).right];
+        })()"""
+    )
+    assert edges == [1, pytest.approx(0, abs=1), pytest.approx(0, abs=1)]
 
 
 async def follows_a_death_and_a_return(page: Page, decoder: Process) -> None:
@@ -231,6 +259,7 @@ async def drains_and_removes_by_mouse(page: Page, proxy: Proxy) -> None:
     await page.click(button_of("Cancel"))
     assert await focused(page) == "Drain …", "back to where it was chosen"
     await page.click(button_of("Drain"))
+    await says_the_same_number_everywhere(page, proxy)
     await page.click(button_of("Drain decode-0"))
     await page.until("!document.querySelector('#details').open")
     await page.until(has_word("decode-0", "draining"), SOON_S)
@@ -257,6 +286,22 @@ async def drains_and_removes_by_mouse(page: Page, proxy: Proxy) -> None:
     assert "decode-0" in await focused(page), "the one beside it"
 
 
+async def says_the_same_number_everywhere(page: Page, proxy: Proxy) -> None:
+    """Also while the question is asked: of requests, and not of the calls that they make just now."""
+    instance = proxy.pool.find("decode-0")
+    assert instance is not None
+    for num, text in ((1, "1 request"), (2, "2 requests"), (1, "1 request")):
+        while instance.num_attempts < num:
+            instance.bound()
+        while instance.num_attempts > num:
+            instance.unbound("")
+        await page.until(says("#warning", f"{text} under way may finish"), SOON_S)
+        facts = " ".join((await page.text("#details-facts")).split())
+        assert f"Requests under way {num} Calls to it under way 0" in facts
+        assert f"{text} ·" in (await page.ask(f"{card_of('decode-0')}.innerText")).replace("\u00a0", " ")
+    instance.unbound("")
+
+
 async def removes_who_is_at_work_by_keys(page: Page, proxy: Proxy) -> None:
     """From the card that has the focus; what is asked for first is refused, and why is said."""
     instance = proxy.pool.find("decode-0")
@@ -268,7 +313,7 @@ async def removes_who_is_at_work_by_keys(page: Page, proxy: Proxy) -> None:
     await page.until("document.activeElement.innerText === 'Cancel'")
     await page.press("Tab", shift=True)
     await page.press("Enter")
-    await page.until(says("#details", "legs under way"))
+    await page.until(says("#details", "requests under way"))
     await page.until("document.activeElement.innerText === 'Cancel'")
     await page.press("Tab", shift=True)
     assert await focused(page) == "Remove anyway decode-0"
@@ -332,6 +377,7 @@ class LargeFleet:
             "word": words.get(number, "ready"), "state": "ready", "routable": True, "draining": number == 91,
             "why": "it cannot be reached: connection refused" if words.get(number) == "down" else "",
             "breaker": "open" if number == 120 else "closed", "weight": 1.0, "models": ["tiny"], "legs": number % 5,
+            "requests": number % 5 + 1,
             "queued_tokens": self._rng.randrange(5000) if role == "prefill" else 0, "epoch": f"{number:032x}",
         }  # fmt: skip
         if role == "decode":
@@ -344,11 +390,15 @@ class LargeFleet:
         unseen = range(30, 40)
         return {
             "in_flight": 143, "now": {"slot_wait": 3, "prefill": 31, "kv_wait": 2, "first_byte": 1, "decode": 106},
-            "unsettled": 2, "window_s": 60, "per_s": 49.7, "ended": {"done": 2960, "failed": 7, "client_gone": 15},
+            "unsettled": 2, "window_s": 60, "collecting_s": 0, "per_s": 49.7, "tokens_per_s": 6210.4,
+            "ended": {"done": 2960, "failed": 7, "client_gone": 15},
+            "failures": {"leg_failed": 4, "deadline_exceeded": 2, "kv_failed": 1},
+            "first_token_s": {"num": 2910, "least": 20, "p50": 0.684, "p95": 2.31},
             "phase_s": {"receive": 0.0004, "tokenize": 0.0031, "slot_wait": 0.21, "prefill": 0.62, "kv_wait": 0.018,
                         "first_byte": 0.041, "decode": 4.93},
             "all": [None if place in unseen else each for place, each in enumerate(wave)],
             "failed": [None if place in unseen else 3.0 * (20 < place < 23) for place in range(60)],
+            "tokens": [None if place in unseen else each * 125 for place, each in enumerate(wave)],
         }  # fmt: skip
 
     def _row(self, number: int) -> dict[str, Any]:
@@ -363,6 +413,7 @@ class LargeFleet:
 async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "EVERY_S", 0.2)
     monkeypatch.setattr(feed_module, "GAP_S", 0.1)
+    monkeypatch.setattr(routes, "LIFE_S", 0.7)
     large_fleet = LargeFleet()
     feed = Feed(large_fleet)
     running = asyncio.create_task(feed.run())
@@ -370,6 +421,7 @@ async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path, mo
         await page.resize(1440, 900)
         await page.open(f"http://127.0.0.1:{port}/ui")
         await page.until("document.querySelectorAll('.card').length === 200")
+        await page.ask(NOTES_HOW_THE_LINK_IS)
         assert "194 of 200 instances are ready" in await page.text("#verdict")
         await fits(page, 1440)
         await draws_what_nobody_observed_as_a_gap(page)
@@ -386,6 +438,8 @@ async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path, mo
         await page.ask("document.querySelector('#flow-section').scrollIntoView()")
         await page.shoot(picture_file(tmp_path, "phone-requests"), is_whole=False)
         await keeps_the_place_of_who_uses_keys(page, large_fleet)
+        await page.until("window.numStreams > 3")
+        assert await page.ask("[...window.links]") == ["live"], "a stream that ends by itself is no loss of the proxy"
         assert page.complaints == []
         await page.open("about:blank")
         await until(lambda: feed.num_viewers == 0)
@@ -441,6 +495,15 @@ async def touches_only_what_has_changed(page: Page, large_fleet: LargeFleet) -> 
     assert await page.ask("window.longest") < 200, "no frame is held up for long"
 
 
+NOTES_HOW_THE_LINK_IS = """(() => {
+  const root = document.documentElement;
+  window.links = new Set([root.dataset.link]);
+  new MutationObserver(() => window.links.add(root.dataset.link)).observe(root, { attributeFilter: ["data-link"] });
+  window.numStreams = 0;
+  const usual = window.EventSource;
+  window.EventSource = function (url) { window.numStreams += 1; return new usual(url); };
+  window.EventSource.CLOSED = usual.CLOSED;
+})()"""
 ANSWERS_LATE = """
   window.fetch = () => new Promise((resolve) => {
     window.answer = (status, told) => resolve(new Response(JSON.stringify(told), { status }));

@@ -12,17 +12,37 @@ from pdproxy.dashboard.minute import Counts, LastMinute
 
 
 def minute(*looks: tuple[float, int, int]) -> dict[str, Any]:
-    """Of looks at (time, done, failed); each request that was done had 0.1 s of prefill and 0.3 s of decode."""
+    """Of looks at (time, done, failed); each request that was done had 0.1 s of prefill, 0.3 s of decode and 8 tokens,
+    and every other failure was of another kind."""
     last = LastMinute()
     for at, done, failed in looks:
         phase_s = {"prefill": 0.1 * done, "decode": 0.3 * done}
-        last.note(Counts(at=at, ended={"done": done, "failed": failed}, phase_s=phase_s))
+        failures = {"leg_failed": failed - failed // 2, "deadline_exceeded": failed // 2}
+        ended = {"done": done, "failed": failed}
+        last.note(Counts(at=at, ended=ended, failures=failures, phase_s=phase_s, tokens=8 * done))
     return last.facts()
 
 
 def test_the_first_look_knows_nothing_yet() -> None:
     facts = minute((100.5, 7, 1))
-    assert facts == {"window_s": 0, "per_s": 0.0, "ended": {}, "phase_s": {}, "all": [], "failed": []}
+    assert facts == {
+        "window_s": 0, "collecting_s": 60, "per_s": 0.0, "tokens_per_s": 0.0, "ended": {}, "failures": {},
+        "phase_s": {}, "all": [], "failed": [], "tokens": [],
+    }  # fmt: skip
+
+
+def test_how_long_it_still_has_to_collect() -> None:
+    looks = [(0.5 + second, second, 0) for second in range(100)]
+    assert [minute(*looks[:num])["collecting_s"] for num in (1, 2, 41, 60, 61, 100)] == [60, 59, 20, 1, 0, 0]
+    assert minute(*looks, (300.0, 500, 0))["collecting_s"] == 60, "and again when nobody has looked for so long"
+
+
+def test_tokens_and_why_requests_failed() -> None:
+    facts = minute((100.0, 50, 7), (101.0, 60, 9), (110.0, 70, 10))
+    assert facts["tokens_per_s"] == 16.0
+    assert facts["tokens"] == [80.0] + [None] * 9, "eight seconds are a gap"
+    assert facts["failures"] == {"leg_failed": 1, "deadline_exceeded": 2}
+    assert minute((100.0, 50, 7), (101.0, 60, 7))["failures"] == {}
 
 
 def test_rate_outcomes_and_phases_of_the_time_that_is_known() -> None:
@@ -57,7 +77,7 @@ def test_what_is_longer_ago_than_a_minute_counts_no_more() -> None:
 def test_only_what_is_needed_is_kept() -> None:
     last = LastMinute()
     for tick in range(10_000):
-        last.note(Counts(at=tick / 2, ended={}, phase_s={}))
+        last.note(Counts(at=tick / 2, ended={}, failures={}, phase_s={}, tokens=0))
     assert len(last._looks) < 130
 
 

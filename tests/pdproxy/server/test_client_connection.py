@@ -523,6 +523,24 @@ async def test_a_client_that_does_not_take_the_last_bytes_is_let_go(more: tuple[
             sizes.append(sizes[-1] - num_left + 30_000)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+@on_both_loops
+async def test_a_client_that_takes_nothing_of_what_uvicorn_answers_is_let_go(ends: bool) -> None:
+    """Neither where its next request waits for room, nor where the app has given up before its answer was whole."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * (32 << 20), "more_body": not ends})
+
+    async with front_door(keep_alive_s=0.2, app=app) as door:
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", door.port))
+            deaf.sendall(b"GET /ui HTTP/1.1\r\nhost: proxy\r\n\r\n" * 2)
+            await until(lambda: bool(door.state.connections))
+            await door.is_empty()
+
+
 @on_both_loops
 async def test_a_connection_that_is_served_does_not_rest() -> None:
     async with front_door(keep_alive_s=0.05) as door:
