@@ -12,8 +12,8 @@ import typer.main
 from typer.testing import CliRunner, Result
 
 from pdproxy import cli
-from pdproxy.config.commands import UsageError, did_you_mean
 from pdproxy.config.settings import Settings
+from transfer.command_line.commands import UsageError, did_you_mean
 
 APPS = {
     "pdproxy": cli.app,

@@ -187,7 +187,7 @@ class TestReport:
             "layer by layer, 2.50 layers' time is not hidden",
             "an idle receiver uses 1.50 % of a core",
         ]
-        assert make_table(report).row_count == 2
+        assert len(make_table(report).rows) == 2
         text = "\n".join(make_lines(report))
         assert "added 200 µs (p99 200); with the reservation 250 µs" in text
         assert "UCX_TLS=tcp" in text
