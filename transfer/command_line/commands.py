@@ -19,6 +19,8 @@ from typer.core import TyperCommand, TyperGroup
 
 OLD_NAMES = re.compile(r", --house(-model)?\b")
 """The former names of options, which go on working and are not shown."""
+SIDES = 4
+"""The columns of a terminal that help leaves free on both sides of an option."""
 JSON = "--json"
 """The option of all commands that have figures to tell. Its value, a file, may be left out."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -51,7 +53,7 @@ class _Helpful:
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for heading, row in self.help_rows(ctx):
-            groups.setdefault(heading, []).append(row)
+            groups.setdefault(heading, []).append(_fitting(row, formatter.width - SIDES))
         for heading, rows in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(rows)
@@ -74,6 +76,15 @@ class _Helpful:
         if self.get_command(ctx, args[0]) is None:
             raise _unknown("command", args[0], self.list_commands(ctx), ctx)
         return super().resolve_command(ctx, args)  # type: ignore[misc]
+
+
+def _fitting(row: tuple[str, str], width: int) -> tuple[str, str]:
+    """Returns the row with its choices in the text, where they are too many for the line of the option."""
+    flag, _, choices = row[0].partition(" ")
+    if len(row[0]) <= width or "|" not in choices:
+        return row
+    text, gap, default = row[1].partition("  [")
+    return f"{flag} NAME", f"{text}: {choices.replace('|', ', ')}{gap}{default}"
 
 
 def _unknown(what: str, name: str, known: Iterable[str], ctx: Any) -> Exception:

@@ -73,12 +73,9 @@ class Table:
         if _with_frames(widths) <= room:
             yield places, widths
             return
-        others = places[self._names :]
-        figures = [widths[place] for place in others if place not in self._words]
-        front = places[: self._names]
-        self._narrow(front, widths, min(room // 2, room - FRAME - max(figures, default=0)))
+        front = self._front(widths, room)
         part = front
-        for place in others:
+        for place in places[len(front) :]:
             if place in self._words:
                 widths[place] = min(widths[place], max(LEAST_NAME, room - FRAME - _with_frames(_at(front, widths))))
             if part != front and _with_frames(_at([*part, place], widths)) > room:
@@ -86,6 +83,18 @@ class Table:
                 part = front
             part = [*part, place]
         yield part, _at(part, widths)
+
+    def _front(self, widths: list[int], room: int) -> list[int]:
+        """Returns the columns that each part begins with, and makes their `widths` narrow enough: those that name a
+        row, as many of them as leave room for any figure."""
+        for count in range(self._names, 0, -1):
+            figures = [width for place, width in enumerate(widths) if place >= count and place not in self._words]
+            most = room - FRAME - max(figures, default=LEAST_NAME)
+            front = list(range(count))
+            self._narrow(front, widths, min(room // 2, most))
+            if _with_frames(_at(front, widths)) <= most:
+                break
+        return front
 
     def _narrow(self, places: Sequence[int], widths: list[int], room: int) -> None:
         """Makes the widest columns of words narrower until these columns take no more than `room`, as far as can be."""
