@@ -63,19 +63,20 @@ class Table:
             _say(console, self._caption)
 
     def _parts(self, room: int | None) -> Iterator[tuple[list[int], list[int]]]:
-        """Yields the places of the columns of each table to draw, and how wide these are, without their frames."""
-        places = list(range(len(self._headings)))
+        """Yields the places of the columns of each table to draw, and how wide these are, without their frames. A
+        column in which there is nothing is left out."""
+        places = [place for place in range(len(self._headings)) if self._width(place, is_whole=True)]
         natural = [self._width(place, is_whole=True) for place in places]
         if room is None or _with_frames(natural) <= room:
             yield places, natural
             return
-        widths = [self._width(place, is_whole=False) for place in places]
-        if _with_frames(widths) <= room:
-            yield places, widths
+        widths = [self._width(place, is_whole=False) for place in range(len(self._headings))]
+        if _with_frames(_at(places, widths)) <= room:
+            yield places, _at(places, widths)
             return
         front = self._front(widths, room)
         part = front
-        for place in places[len(front) :]:
+        for place in (one for one in places if one not in front):
             if place in self._words:
                 widths[place] = min(widths[place], max(LEAST_NAME, room - FRAME - _with_frames(_at(front, widths))))
             if part != front and _with_frames(_at([*part, place], widths)) > room:
