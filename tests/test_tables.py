@@ -166,6 +166,13 @@ def test_a_table_that_fits_is_left_as_it_is() -> None:
     assert printed(table, is_terminal=True) == printed(table, is_terminal=False)
 
 
+def test_names_are_not_broken_while_there_is_room_for_figures_beside_them() -> None:
+    table = Table("layout", "mode", *"abcdefgh", names=2, words=(0, 1))
+    table.add_row("contiguous and then some more words", "serial", *["1,234,567"] * 8)
+    shown = printed(table, is_terminal=True)
+    assert len([line for line in shown if "│ contiguous and then some more words │ serial │" in line]) == 4
+
+
 def test_a_name_in_brackets_is_no_markup() -> None:
     table = Table("name", "figure")
     table.add_row("[red]x[/red]", ":smile:")

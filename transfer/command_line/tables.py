@@ -92,7 +92,8 @@ class Table:
             figures = [width for place, width in enumerate(widths) if place >= count and place not in self._words]
             most = room - FRAME - max(figures, default=LEAST_NAME)
             front = list(range(count))
-            self._narrow(front, widths, min(room // 2, most))
+            if _with_frames(_at(front, widths)) > min(most, room * 3 // 4):
+                self._narrow(front, widths, min(most, room // 2))
             if _with_frames(_at(front, widths)) <= most:
                 break
         return front
