@@ -1,1 +1,1 @@
-"""What the command lines of both packages and of the tools share: help, suggestions, tables, and JSON for programs."""
+"""The package has what the command lines of both packages and of the tools share: help, suggestions, tables, and JSON."""
