@@ -1,1 +1,1 @@
-"""The package has what the command lines of both packages and of the tools share: help, suggestions, tables, and JSON."""
+"""The package has what all command lines have in common: help, suggestions, tables, and JSON for programs."""
