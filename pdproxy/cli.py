@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from pdproxy import __version__
 from pdproxy.compiled.stamp import StaleError, is_compiled
-from pdproxy.config.commands import Command, Group, one_line_errors
-from pdproxy.config.options import argument, option
+from pdproxy.config.options import Json, argument, option
+from transfer.command_line.commands import Command, Group, SettingsCommand, Untouched, one_line_errors
 from transfer.errors import TransferError
 
 VERSION = "Show the version, and whether it is compiled"
@@ -59,28 +58,13 @@ def _commands(
     _is_compiled()
 
 
-class Untouched(Command):
-    """Untouched is a command whose arguments are read by a command line of its own, ``--`` and ``--help`` included."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.args = list(args)
-        return args
-
-
-class Serve(Untouched):
+class Serve(SettingsCommand):
     """Serve is ``pdproxy serve``, whose options are the settings."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if {"-h", "--help"} & set(args):
-            typer.echo(ctx.get_help())
-            raise typer.Exit
-        return super().parse_args(ctx, args)
-
-    def help_rows(self, ctx: Any) -> Iterator[tuple[str, tuple[str, str]]]:
+    def settings_rows(self) -> Iterable[tuple[str, tuple[str, str]]]:
         from pdproxy.config.help import rows
 
-        yield from rows()
-        yield from super().help_rows(ctx)
+        return rows()
 
 
 @app.command(cls=Serve)
@@ -144,7 +128,7 @@ def pages(
     dtype: Annotated[str | None, option("DTYPE", "Dtype of the model")] = None,
     bytes_per_token: Annotated[int | None, option("BYTES", "KV of a token on one rank, without a model")] = None,
     bytes_per_sequence: Annotated[int | None, option("BYTES", "States of a sequence on one rank")] = None,
-    as_json: Annotated[bool, option(None, "Print one JSON object", "--json", group="What is written")] = False,
+    json_file: Json = None,
 ) -> None:
     """Count the pages that a decoder's PD buffer holds.
 
@@ -155,9 +139,10 @@ def pages(
     from rich.console import Console
 
     from pdproxy.fleet.capacity import CapacityReport
+    from transfer.command_line.json_file import STDOUT, write_json
     from transfer.geometry import GeometryError, capacity, kv_geometry, load_config, parse_size, unknown_type
 
-    with one_line_errors("pdproxy", TransferError):
+    with one_line_errors("pdproxy", TransferError, OSError):
         buffer_bytes = parse_size(pd_buffer_size)
         if model is None and bytes_per_token is None:
             raise GeometryError("there is nothing to count: give --model, or --bytes-per-token by hand")
@@ -177,9 +162,8 @@ def pages(
         report = CapacityReport(
             geometry, capacity(geometry, buffer_bytes, chunk_size), buffer_bytes, tp, unknown_type(config)
         )
-    if as_json:
-        typer.echo(json.dumps(report.as_json(), indent=2))
-    else:
+        write_json(json_file, report.as_json())
+    if json_file != STDOUT:
         report.print_to(Console())
 
 

@@ -118,9 +118,9 @@ def report(answer: Answer, phases: dict[str, Any]) -> Table:
     """A row per phase."""
     names = {role: answer.headers.get(f"x-pdproxy-{role}", "-") for role in ("prefiller", "decoder")}
     table = Table()
-    table.add_column("phase")
-    table.add_column("who")
-    table.add_column("ms", justify="right")
+    table.add_column("phase", no_wrap=True)
+    table.add_column("who", overflow="fold")
+    table.add_column("ms", justify="right", no_wrap=True)
     for phase, milliseconds in timings(answer, phases).items():
         table.add_row(phase.replace("_", " "), WHO.get(phase, "proxy").format(**names), f"{milliseconds:,.1f}")
     table.add_section()

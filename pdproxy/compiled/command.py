@@ -11,8 +11,8 @@ import typer
 from pdproxy.compiled.build import BuildError, compile_in_place, compile_into
 from pdproxy.compiled.build import remove as remove_from
 from pdproxy.compiled.stamp import PACKAGE, StaleError
-from pdproxy.config.commands import Command, one_line_errors
 from pdproxy.config.options import option
+from transfer.command_line.commands import Command, one_line_errors
 
 MODULES = "The compiled modules"
 

@@ -50,6 +50,9 @@ PromptLengths = Annotated[str, option("LENGTHS", f"Tokens of a prompt: {LENGTHS}
 AnswerLengths = Annotated[str, option("LENGTHS", f"Tokens of an answer: {LENGTHS}")]
 SLO = "Target for the latencies: ttft:p99<0.5,tpot:p95<50ms,e2e:p99<10,errors<1%"
 SloText = Annotated[str, option("TARGET", SLO, group=JUDGED)]
+JSON = "One JSON document with the figures, to FILE, or to stdout where no FILE is named"
+Json = Annotated[Path | None, option("[FILE]", JSON, "--json", group=FILES)]
+"""The file of the JSON document. Stdout, which is ``-``, gets nothing besides."""
 FAULTS = 'Faults by second: "30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5"'
 FaultsText = Annotated[str, option("FAULTS", FAULTS, group="Trouble on purpose")]
 

@@ -26,7 +26,6 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from pdproxy.config.commands import did_you_mean
 from pdproxy.config.instances import (
     ONLY_FOR,
     InstanceSettings,
@@ -56,6 +55,8 @@ from pdproxy.config.values import (
     Seconds,
 )
 from pdproxy.errors import ConfigError
+from transfer.command_line.commands import did_you_mean
+from transfer.command_line.settings_help import suggestion
 
 _NO_OPTIONS = re.compile(r"URL$|TEST_|REQUIRE_PUBLISHED$|SCREENSHOTS$|VLLM_PYTHON$|SERVICE_(HOST|PORT)|PORT_\d+_")
 """The names, after the prefix, of variables that are not meant for the proxy."""
@@ -465,19 +466,7 @@ def explained(make: Callable[[], Settings]) -> Settings:
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
     except SettingsError as error:
-        raise ConfigError(f"{error}{_suggestion(str(error))}") from None
-
-
-def _suggestion(message: str) -> str:
-    """Returns what may have been meant by an option that there is not; empty where nothing is like it."""
-    _, unknown, words = message.partition("unrecognized arguments: ")
-    fields = {name.replace("_", "-"): field for name, field in Settings.model_fields.items()} if unknown else {}
-    known = [f"--{flag}" for flag in fields] + [
-        f"--no-{flag}" for flag, one in fields.items() if one.annotation is bool
-    ]
-    wrong = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
-    meant = did_you_mean(wrong, known)
-    return f" ({meant})" if meant else ""
+        raise ConfigError(f"{error}{suggestion(Settings, str(error))}") from None
 
 
 def _explain(error: ValidationError) -> str:

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from transfer.command_line.tables import Table
 from transfer.geometry import (
     KvGeometry,
     LayerGroup,
@@ -86,18 +86,14 @@ class CapacityReport:
 
     def print_to(self, console: Console) -> None:
         """Prints a table of the layers, then the results as sentences."""
-        console.print(self._table())
+        self._table().print_to(console)
         for line in self._lines():
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _table(self) -> Table:
         where = "" if self.tp_size == 1 else f", on each of {self.tp_size} ranks"
-        table = Table(title=f"KV by kind of layer{where}", title_justify="left")
-        table.add_column("layers")
-        table.add_column("number", justify="right")
-        table.add_column("bytes/token", justify="right")
-        table.add_column("bytes/sequence", justify="right")
-        table.add_column("keeps")
+        headings = ("layers", "number", "bytes/token", "bytes/sequence", "keeps")
+        table = Table(*headings, title=f"KV by kind of layer{where}", words=(0, 4))
         for group in self.geometry.groups:
             table.add_row(*_row(group))
         return table

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pdproxy.config.commands import Command, takes
 from pdproxy.config.options import FLEET, argument, option, words
 from pdproxy.launch.errors import LaunchError, PreflightError
 from pdproxy.launch.fleet import launch, launch_file
@@ -19,6 +18,7 @@ from pdproxy.launch.lmcache_file import read_lmcache_file
 from pdproxy.launch.logs import terminal
 from pdproxy.launch.options import ENGINES, RUN, FleetOptions, Side
 from pdproxy.launch.restarts import NEVER, ON_FAILURE_LIMIT, RestartPolicy
+from transfer.command_line.commands import Command, takes
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

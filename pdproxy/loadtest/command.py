@@ -17,7 +17,6 @@ import typer
 from rich.console import Console
 
 from pdproxy.config import options as take
-from pdproxy.config.commands import Command, Group, takes
 from pdproxy.config.options import FILES, LENGTHS, argument, option, words
 from pdproxy.launch.errors import Interrupted, LaunchError
 from pdproxy.loadtest import choices
@@ -35,6 +34,8 @@ from pdproxy.loadtest.slo import Slo
 from pdproxy.loadtest.sweep import Search
 from pdproxy.loadtest.target import USUAL_EXTRA, Endpoint, Target
 from pdproxy.loadtest.workload import Departure, Replay, Workload
+from transfer.command_line.commands import Command, Group, takes
+from transfer.command_line.json_file import console_beside
 from transfer.descriptors import raise_limit
 
 app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
@@ -43,7 +44,6 @@ DISTRUSTED = 3
 UNANSWERED = 4
 """The exit status when no request that counts was answered to its end."""
 FORESEEN = (LoadTestError, RunFileError, LaunchError, OSError)
-FILE_WIDTH = 160
 EXTRA = 'JSON object with further members of every request; null removes one of {"temperature": 0, "ignore_eos": true}'
 
 
@@ -101,6 +101,7 @@ def run_test(
         str | None, option("NAME", "Name in the report [default: the cluster or URL]", group=FILES)
     ] = None,
     out: Annotated[Path | None, option("FOLDER", "Folder for all that is written [default: loadtest-TIME]")] = None,
+    json_file: take.Json = None,
 ) -> None:
     """Ask, measure, and write it down: every request, the figures, and a page with pictures.
 
@@ -159,14 +160,14 @@ def run_test(
             folder=out or Path(f"loadtest-{datetime.now(UTC):%Y%m%d-%H%M%S}"),
             late_limit_s=late_limit,
         )
-        raise typer.Exit(_run(plan, console))
+        raise typer.Exit(_run(plan, console, json_file))
 
 
 @app.command(cls=Command)
 def compare(
     paths: Annotated[list[str], argument("PATH", "File of a run, or folder of a run or sweep; or LABEL=PATH", FILES)],
     html: Annotated[Path, option("FILE", "File for the page")] = Path("comparison.html"),
-    json_file: Annotated[Path | None, option("FILE", "File for the figures [default: none]", "--json")] = None,
+    json_file: take.Json = None,
     slo: Annotated[str | None, option("TARGET", f"{take.SLO} [default: the first run's]", group=take.JUDGED)] = None,
 ) -> None:
     """Compare runs that were measured earlier, side by side and on the same axes."""
@@ -177,13 +178,13 @@ def compare(
         write_page(html, sides, target)
         if json_file is not None:
             write_figures(json_file, sides, target)
-        show(sides, target, _paper())
+        show(sides, target, console_beside(json_file))
         console.print(f"wrote {html}", highlight=False)
         is_trusted = all(run.health.is_trusted for side in sides for run in side.runs)
         raise typer.Exit(0 if is_trusted else DISTRUSTED)
 
 
-def _run(plan: Plan, console: Console) -> int:
+def _run(plan: Plan, console: Console, json_file: Path | None) -> int:
     """Conducts the test and returns the exit status. Whatever ends the test, this function shows what was measured; by
     then it has been written."""
     outcome = Outcome(Side(plan.label, ()))
@@ -195,7 +196,9 @@ def _run(plan: Plan, console: Console) -> int:
         outcome.signum = outcome.signum or 2
     finally:
         if outcome.side.runs:
-            show([outcome.side], plan.slo, _paper())
+            if json_file is not None:
+                write_figures(json_file, [outcome.side], plan.slo)
+            show([outcome.side], plan.slo, console_beside(json_file))
             console.print(f"wrote {plan.folder}/", highlight=False, markup=False, soft_wrap=True)
     if outcome.signum is not None:
         return 128 + outcome.signum
@@ -229,12 +232,6 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield from _leaves(inner)
     else:
         yield error
-
-
-def _paper() -> Console:
-    """Returns the console for the tables; a file gets lines as wide as the tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=FILE_WIDTH)
 
 
 def _search(rate: float | None, most: float, precision: float, most_runs: int) -> Search:

@@ -3,9 +3,7 @@ object."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,8 +15,7 @@ import typer
 from rich.console import Console
 
 from pdproxy.config import options as take
-from pdproxy.config.commands import Command, one_line_errors
-from pdproxy.config.options import FILES, FLEET, argument, option
+from pdproxy.config.options import FLEET, argument, option
 from pdproxy.config.settings import Settings, explained
 from pdproxy.errors import ConfigError
 from pdproxy.loadtest.choices import rows as read_rows
@@ -34,13 +31,13 @@ from pdproxy.simulate.simulation import Result, simulate
 from pdproxy.simulate.speed import Speed, changed, read_speed
 from pdproxy.simulate.studies import compare, find_knee, find_size, read_pairs
 from pdproxy.simulate.traffic import Traffic, sizes_of
+from transfer.command_line.commands import Command, one_line_errors
+from transfer.command_line.json_file import console_beside, write_json
 from transfer.errors import TransferError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 WARMUP_SHARE = 0.1
-FILE_WIDTH = 160
-"""The characters in a line of a table that does not go to a terminal."""
 FOUND_NOTHING = 1
 """The exit status when no rate, or no size, meets the target, or no request was answered."""
 
@@ -91,7 +88,7 @@ def main(
     faults: take.FaultsText = "",
     stragglers: Annotated[str, option("SHARExN", "Slow engines: 0.05x3 makes 5 % three times as slow")] = "",
     patience_s: Annotated[float | None, option("SECONDS", "Longest wait of a client for a token", min=1e-3)] = None,
-    json_file: Annotated[Path | None, option("FILE", "Findings as JSON; - is stdout", "--json", group=FILES)] = None,
+    json_file: take.Json = None,
     as_markdown: Annotated[bool, option(None, "Write the tables as Markdown", "--markdown")] = False,
 ) -> None:
     """Answer what a fleet would do, with the proxy's own code under simulated time and simulated engines.
@@ -132,14 +129,13 @@ def main(
         told.print(f"seed {seed}", highlight=False)
         study = _STUDIES[what]
         found, shown, status = study(plan, tuple(files or ()), policies, told)
-        if json_file is not None:
-            _write(json_file, found)
-    figures = _paper(is_stderr=str(json_file) == "-")
+        write_json(json_file, found)
+    figures = console_beside(json_file)
     for title, table in shown:
         if as_markdown:
-            sys.stdout.write(f"{title}\n\n{tables.markdown(table)}\n")
+            figures.file.write(f"{title}\n\n{tables.markdown(table)}\n")
         else:
-            figures.print(tables.make_table(title, table))
+            tables.make_table(title, table).print_to(figures)
     if status:
         raise typer.Exit(status)
 
@@ -271,17 +267,3 @@ def _slo(text: str) -> Slo:
     if any(one.metric == "itl" for one in slo.objectives):
         raise SimulationError("slo: the pieces of a simulated answer are not told apart; use tpot instead of itl")
     return slo
-
-
-def _paper(*, is_stderr: bool) -> Console:
-    """Returns the console for the tables; a file gets lines as wide as the tables, and no figure is cut."""
-    console = Console(stderr=is_stderr)
-    return console if console.is_terminal else Console(stderr=is_stderr, width=FILE_WIDTH)
-
-
-def _write(path: Path, found: Plain) -> None:
-    text = json.dumps(found, indent=2) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-    else:
-        path.write_text(text)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from pdproxy.simulate.fit import Compared
 from pdproxy.simulate.simulation import Result
 from pdproxy.simulate.studies import Pair
+from transfer.command_line.tables import Table
 
 Rows = tuple[list[str], list[list[str]]]
 """The head and the body of a table."""
@@ -93,11 +92,8 @@ def _cells(result: Result) -> list[str]:
 
 
 def make_table(title: str, rows: Rows) -> Table:
-    table = Table(title=title, title_justify="left")
     head, body = rows
-    for index, name in enumerate(head):
-        # What has no room goes on below: a figure that is cut is another one.
-        table.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
+    table = Table(*head, title=title)
     for row in body:
         table.add_row(*row)
     return table

@@ -9,36 +9,30 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+import typer
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import CLI_SUPPRESS
 
-from pdproxy.config.help import SECTIONS, default_of, with_unit
+from pdproxy.config.help import SECTIONS
 from pdproxy.config.instances import InstanceSettings, LaunchSettings, ModelSettings
 from pdproxy.config.settings import Settings
 from pdproxy.config.values import read_size
+from transfer.command_line.commands import Command
+from transfer.command_line.settings_help import default_of, with_unit
 from transfer.engine.config import EngineSettings
+from transfer.engine.help import SECTIONS as ENGINE_SECTIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 COMMAND = "python -m scripts.dev.configuration_page"
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
-ENGINE_SECTIONS = {
-    "role": "What it is and where it listens",
-    "device": "How it computes",
-    "chunk_size": "Pages and caches",
-    "max_num_seqs": "Limits",
-    "reservation": "The decoder's receiver",
-    "fleet_key_file": "Keys and signals",
-    "data_plane": "How KV is sent",
-    "log_level": "Logs",
-}
 SECRET = "the key itself, where there is no file: 64 hexadecimal digits"
 UNDESCRIBED = {"attempt_key": SECRET, "fleet_key": SECRET}
 """Meanings of options that the help does not show."""
@@ -95,10 +89,11 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
+@app.command(cls=Command)
+def main() -> None:
+    """Write docs/configuration.md from the options that the proxy and the built-in engine declare."""
     PAGE.write_text(page())
-    print(f"{PAGE} is written")
-    return 0
+    typer.echo(f"{PAGE} is written")
 
 
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,4 +255,4 @@ def _meaning(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    app(prog_name=COMMAND)

@@ -285,7 +285,7 @@ class TestTheRules:
         for line in ("pdproxy serve --prefil x", "pdproxy up --prefiller 2", "scripts/soak.py --minute 3"):
             check = find_check(line.split())
             assert check is not None
-            with pytest.raises(Exception, match=r"(?i)no such option|unrecognized|prefil"):
+            with pytest.raises(Exception, match=r"(?i)there is no option|unrecognized|prefil"):
                 check()
 
     @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_the_script_itself() -> None:
     script = [sys.executable, str(ROOT / "scripts" / "check_gpu"), "--help"]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--json FILE" in done.stdout
+    assert "--json [FILE]" in done.stdout
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -82,9 +81,10 @@ def test_the_story_is_as_short_as_can_be_and_ends_with_what_is_wrong() -> None:
     ]
 
 
-def test_the_command_writes_its_figures(tmp_path: Path) -> None:
-    assert main(["--world", "a shared chunk", "--json", str(tmp_path / "figures.json")]) == 0
-    figures = json.loads((tmp_path / "figures.json").read_text())
+def test_the_command_writes_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    """It writes them to stdout where no file is named, and then nothing else."""
+    assert main(["--world", "a shared chunk", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
     assert {"states", "transitions", "depth", "paths", "violations", "wall_s"} <= figures.keys()
     assert (figures["violations"], len(figures["worlds"])) == (0, 1)
     assert figures["worlds"][0]["is_complete"]

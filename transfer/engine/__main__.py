@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from pydantic import ValidationError
-from pydantic_settings import CliApp
+from pydantic_settings import SettingsError
 
 from transfer import logs
 from transfer.descriptors import RESERVE, Descriptors, raise_limit
-from transfer.engine.config import EngineSettings
+from transfer.engine.config import PROGRAM, EngineSettings
 from transfer.errors import TransferError
 from transfer.wire import bracketed
 
@@ -26,10 +26,11 @@ log = logging.getLogger("transfer.engine")
 
 
 def main() -> None:
-    try:
-        settings = CliApp.run(EngineSettings)
-    except ValidationError as error:
-        sys.exit("\n".join(f"error: {_flag(e['loc'])}{e['msg'].removeprefix('Value error, ')}" for e in error.errors()))
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        from transfer.engine.help import app
+
+        app(prog_name=PROGRAM)
+    settings = _settings()
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL's Python package reads it when it is imported
     if not (settings.model / "config.json").is_file():
         sys.exit(f"error: --model: {settings.model} is not a folder with a config.json")
@@ -50,6 +51,21 @@ def main() -> None:
             follow(settings, rank, links[0])
     except (TransferError, OSError) as error:
         logs.end_with(error)
+
+
+def _settings() -> EngineSettings:
+    """Returns the settings of this command line and environment. What is wrong with them is printed, and ends the
+    process with status 2."""
+    try:
+        return EngineSettings(_cli_parse_args=True)
+    except ValidationError as error:
+        wrong = [f"{_flag(one['loc'])}{one['msg'].removeprefix('Value error, ')}" for one in error.errors()]
+    except SettingsError as error:
+        from transfer.command_line.settings_help import suggestion
+
+        wrong = [f"{error}{suggestion(EngineSettings, str(error))}; {PROGRAM} --help lists the options"]
+    print(*(f"error: {one}" for one in wrong), sep="\n", file=sys.stderr)  # noqa: T201
+    sys.exit(2)
 
 
 async def serve(settings: EngineSettings, links: list[Link]) -> None:

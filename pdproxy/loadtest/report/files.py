@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pdproxy.loadtest.record import Run, write_run
 from pdproxy.loadtest.report.page import page
 from pdproxy.loadtest.report.sides import ONLY_RUN, SUFFIX, Side, rate_of, shown_of
 from pdproxy.loadtest.slo import Slo
+from transfer.command_line.json_file import STDOUT
 
 PAGE, FIGURES = "report.html", "summary.json"
 
@@ -33,10 +35,14 @@ def _name_at_rate(run: Run) -> str:
 
 
 def write_figures(path: Path, sides: Sequence[Side], slo: Slo) -> None:
-    """Writes the figures as JSON: ``runs`` has an entry for each side and rate."""
+    """Writes the figures as JSON, to a file or to `STDOUT`: ``runs`` has an entry for each side and rate."""
     runs = [{"label": one.side, "rate": one.rate, "figures": one.summary} for one in shown_of(sides, slo)]
     plain = msgspec.json.encode({"slo": str(slo), "runs": runs})
-    _replace(path, msgspec.json.format(plain, indent=2) + b"\n")
+    text = msgspec.json.format(plain, indent=2) + b"\n"
+    if path == STDOUT:
+        sys.stdout.write(text.decode())
+    else:
+        _replace(path, text)
 
 
 def write_page(path: Path, sides: Sequence[Side], slo: Slo) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from pdproxy.loadtest.latency import COLUMNS, Distribution, told_of
 from pdproxy.loadtest.report import overview
@@ -13,9 +12,8 @@ from pdproxy.loadtest.report.phases import TITLES as PHASE_TITLES
 from pdproxy.loadtest.report.sides import Shown, Side, shown_of
 from pdproxy.loadtest.report.words import milliseconds, share
 from pdproxy.loadtest.slo import Slo
+from transfer.command_line.tables import Table
 
-LEFT_OUT = (4, 8, 14, 15)
-"""The columns of `overview.HEADINGS` for which there is no room."""
 MOST_DETAILED = 2
 """The most runs that are shown in detail; more runs are compared in one table only."""
 
@@ -25,8 +23,8 @@ def show(sides: Sequence[Side], slo: Slo, console: Console) -> None:
     shown = shown_of(sides, slo)
     if len(shown) <= MOST_DETAILED:
         for one in shown:
-            console.print(latencies(one))
-    console.print(runs(shown))
+            latencies(one).print_to(console)
+    runs(shown).print_to(console)
     for words in overview.verdicts(shown, slo):
         console.print(words, style="bold", highlight=False, markup=False, soft_wrap=True)
     for words in overview.notes(shown, sides):
@@ -37,10 +35,8 @@ def show(sides: Sequence[Side], slo: Slo, console: Console) -> None:
 
 def runs(shown: Sequence[Shown]) -> Table:
     """Returns a table with a line for each run."""
-    table = Table(caption=overview.CAPTION, caption_justify="left")
-    places = [place for place in overview.columns(shown) if place not in LEFT_OUT]
-    for place in places:
-        table.add_column(overview.HEADINGS[place], justify="right" if place else "left", overflow="fold")
+    places = overview.columns(shown)
+    table = Table(*(overview.HEADINGS[place] for place in places), caption=overview.CAPTION)
     for row in overview.rows(shown):
         table.add_row(*(row[place] for place in places))
     return table
@@ -49,10 +45,7 @@ def runs(shown: Sequence[Shown]) -> Table:
 def latencies(one: Shown) -> Table:
     """Returns a table with a line for each latency and each phase."""
     trusted = "" if one.summary.is_trusted else "; NOT TO BE QUOTED: the generator was late"
-    table = Table(title=f"{one.label}: milliseconds{trusted}", title_justify="left")
-    table.add_column("")
-    for heading in ("count", *COLUMNS.values(), "of the time"):
-        table.add_column(heading, justify="right")
+    table = Table("", "count", *COLUMNS.values(), "of the time", title=f"{one.label}: milliseconds{trusted}")
     for metric, found in one.summary.latencies.items():
         if found.count:
             table.add_row(*_cells(metric.upper(), found), "")

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from pdproxy.config.options import Json, option
 from scripts.dev.bench_proxy.failover import LARGE, SMALL, Size, measure_failover
 from scripts.dev.bench_proxy.failover import make_table as make_failover_table
 from scripts.dev.bench_proxy.machine import describe
@@ -24,62 +25,58 @@ from scripts.dev.bench_proxy.report import Findings, make_report, merge
 from scripts.dev.bench_proxy.run import measure
 from scripts.dev.bench_proxy.targets import OURS, Peer, choose
 from scripts.dev.bench_proxy.words import goal_lines, make_lines, make_table, warnings
-from scripts.dev.common.outcome import NO_MATPLOTLIB, can_plot, exit_status, show, write_json
+from scripts.dev.common.outcome import NO_MATPLOTLIB, can_plot, exit_status, show
+from transfer.command_line.commands import Command
+from transfer.command_line.json_file import console_beside, write_json
 from transfer.descriptors import raise_limit
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 ROUNDS, QUICK_ROUNDS, FAILOVER_ROUNDS = 5, 1, 3
 INTERPRETED_WORD = "interpreted"
 EARLIER_WORD = "earlier="
-FILE_WIDTH = 170
+MEASURED = "What is measured"
+PEERS = (
+    "Others to measure, each as NAME or NAME=COMMAND: vllm-router,sglang-router,smg; interpreted: pdproxy once more, "
+    "not compiled; earlier=FOLDER: another checkout of pdproxy"
+)
+FAILOVER = (
+    "Instead: how long requests are held up when an engine freezes; takes --rounds, --quick, --json and --log-dir"
+)
+EARLIER = "Measure nothing: take what these JSON files tell, separated by commas; the last one's where two do"
 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@app.command(cls=Command)
 def main(
-    peers: Annotated[
-        str,
-        typer.Option(
-            help="others to measure, each as NAME or NAME=COMMAND: vllm-router,sglang-router,smg; "
-            "interpreted: pdproxy once more, not compiled; earlier=FOLDER: another checkout of pdproxy"
-        ),
-    ] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="where to draw it (.png, .svg, .pdf)")] = None,
-    documents: Annotated[
-        list[Path] | None, typer.Option("--markdown", help="a document with places for figures, which are filled in")
-    ] = None,
+    peers: Annotated[str, option("NAMES", PEERS, group=MEASURED)] = "",
+    scenarios: Annotated[str, option("NAMES", "Only these, or those whose names begin so: short,staggered-512")] = "",
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="per scenario [default: 5; 1 with --quick; 3 with --failover]")
+        int | None, option("N", "Rounds per scenario [default: 5; 1 with --quick; 3 with --failover]", min=1)
     ] = None,
-    scenarios: Annotated[str, typer.Option(help="only these, or those whose names begin so: short,staggered-512")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="two tiny scenarios: does it work at all")] = False,
-    is_failover: Annotated[
-        bool,
-        typer.Option(
-            "--failover",
-            help="instead: how long requests are held up when an engine freezes; "
-            "takes --rounds, --quick, --json and --log-dir",
-        ),
-    ] = False,
+    quick: Annotated[bool, option(None, "Two tiny scenarios, to see whether it works at all", "--quick")] = False,
+    is_failover: Annotated[bool, option(None, FAILOVER, "--failover")] = False,
     ids: Annotated[
-        bool,
-        typer.Option("--ids/--no-ids", help="engines tell a prompt's token ids where they are asked to, as vLLM does"),
+        bool, option(None, "Engines tell a prompt's token ids where asked to, as vLLM does", "--ids/--no-ids")
     ] = True,
     is_compiled: Annotated[
         bool,
-        typer.Option("--compile/--no-compile", help="pdproxy's hot modules are C extensions, where that can be had"),
+        option(None, "Make C extensions of pdproxy's hot modules, where that can be had", "--compile/--no-compile"),
     ] = True,
-    earlier: Annotated[
-        str,
-        typer.Option("--from", help="measure nothing: take what these JSON files tell, the last one's where two do"),
-    ] = "",
-    log_dir: Annotated[Path | None, typer.Option(help="of all processes [default: a temporary folder]")] = None,
+    earlier: Annotated[str, option("FILES", EARLIER, "--from")] = "",
+    json_file: Json = None,
+    plot_file: Annotated[Path | None, option("FILE", "Picture of the figures (.png, .svg, .pdf)", "--plot")] = None,
+    documents: Annotated[
+        list[Path] | None,
+        option("FILE", "Document with places for figures, which are filled in; repeatable", "--markdown"),
+    ] = None,
+    log_dir: Annotated[
+        Path | None, option("FOLDER", "Folder for the logs of all processes [default: a temporary one]")
+    ] = None,
 ) -> None:
-    """Measures what the proxy costs per request and per token and how much later tokens come, beside others of its
+    """Measure what the proxy costs per request and per token and how much later tokens come, beside others of its
     kind.
 
     Everything runs on this machine: engines that compute nothing, clients, and one proxy after the other on a core of
@@ -106,7 +103,7 @@ def main(
         _write(report, json_file, plot_file, documents or [])
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    _show(report)
+    _show(report, console_beside(json_file))
     raise typer.Exit(status or int(_is_failed(report)))
 
 
@@ -212,21 +209,14 @@ def _failover(size: Size, rounds: int, json_file: Path | None, log_dir: Path | N
     }
     write_json(json_file, report)
     if rows:
-        _wide().print(make_failover_table(rows))
+        make_failover_table(rows).print_to(console_beside(json_file))
     for row in rows:
         if row["failed"]:
             tell(f"{row['frozen']} frozen, {row['answers']}: {row['failed']} failed: {row['complaint']}")
     return status or int(any(row["failed"] for row in rows))
 
 
-def _show(report: dict[str, Any]) -> None:
-    console = _wide()
-    console.print(make_table(report))
+def _show(report: dict[str, Any], console: Console) -> None:
+    make_table(report).print_to(console)
     show(console, [*make_lines(report), *goal_lines(report)])
     show(console, warnings(report), style="yellow")
-
-
-def _wide() -> Console:
-    """Returns the console for tables; in a file, a line of a table stays one line."""
-    console = Console()
-    return console if console.is_terminal else Console(width=FILE_WIDTH)

@@ -21,7 +21,6 @@ from typing import Any
 
 import httpx
 import msgspec
-from rich.table import Table
 
 from pdproxy.launch.logs import FileLog
 from pdproxy.launch.ports import free_ports
@@ -32,6 +31,7 @@ from pdproxy.openai.answer import Chunk
 from scripts.dev.bench_proxy.native import build
 from scripts.dev.common.errors import BenchError
 from scripts.dev.common.events import DONE, data_in
+from transfer.command_line.tables import Table
 
 TOKEN_S = 0.02
 AFTER_S = 1.0
@@ -48,7 +48,7 @@ HEADINGS = (
     "failed",
     "broken off",
     "delay p50 s",
-    "max s",
+    "delay max s",
     "whole/streamed",
 )
 
@@ -253,7 +253,7 @@ def make_rows(found: dict[tuple[str, bool], list[Asked]]) -> list[dict[str, Any]
 def make_table(rows: list[dict[str, Any]]) -> Table:
     """Returns a table of what `measure_failover` has filled in; delays are in seconds, of the requests that were held
     up."""
-    table = Table(*HEADINGS)
+    table = Table(*HEADINGS, names=2, words=(0, 1))
     for row in rows:
         figures = ("" if row[name] is None else f"{row[name]:.2f}" for name in ("delay_p50_s", "delay_max_s", "ratio"))
         counts = (str(row[name]) for name in ("requests", "held_up", "failed", "broken_off"))

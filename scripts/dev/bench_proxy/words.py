@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.table import Table
-
 from scripts.dev.bench_proxy.plan import BESIDE, BESIDE_TOKENS, CALM
 from scripts.dev.bench_proxy.samples import ADDED, MAX_HELPER_SHARE
 from scripts.dev.bench_proxy.targets import DIRECT, OURS
+from transfer.command_line.tables import Table
 
 HEADINGS = (
-    *("scenario", "target", "CPU ms/req", "CPU µs/token", "ratio", "TTFT p50 ms", "p99", "transit p50 µs", "p99"),
-    *("RSS MB", "req/s", ""),
+    *("scenario", "target", "CPU ms/req", "CPU µs/token", "ratio", "TTFT p50 ms", "TTFT p99 ms"),
+    *("transit p50 µs", "transit p99 µs", "RSS MB", "req/s", ""),
 )
 CAPTION = "ratio: pdproxy's CPU over this one's, round by round; no direct: latency in all; * noisy"
 NUM_NAMES = 2
@@ -24,12 +23,12 @@ COMPLAINT_CHARS = 60
 
 def make_table(report: dict[str, Any]) -> Table:
     table = Table(
+        *HEADINGS,
         title=f"medians of {num_rounds(report)} rounds; latency of direct, and what each proxy adds to it",
         caption=CAPTION,
+        names=NUM_NAMES,
+        words=(*range(NUM_NAMES), len(HEADINGS) - 1),
     )
-    for index, heading in enumerate(HEADINGS):
-        is_word = index < NUM_NAMES or not heading
-        table.add_column(heading, justify="left" if is_word else "right", no_wrap=bool(heading))
     before = None
     for row in report["rows"]:
         if before is not None and before != row["scenario"]:

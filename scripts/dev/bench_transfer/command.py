@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from pdproxy.config.options import Json, Seed, option
 from scripts.dev.bench_transfer.busy import busy_lines, measure_busy
 from scripts.dev.bench_transfer.machine import describe, set_ucx
 from scripts.dev.bench_transfer.plan import FULL, QUICK
@@ -20,29 +21,33 @@ from scripts.dev.bench_transfer.plot import plot
 from scripts.dev.bench_transfer.report import Findings, make_lines, make_report, make_table, shortfalls
 from scripts.dev.bench_transfer.run import devices, measure
 from scripts.dev.common.errors import BenchError
-from scripts.dev.common.outcome import NO_MATPLOTLIB, can_plot, exit_status, interruptible, seed_of, show, write_json
+from scripts.dev.common.outcome import NO_MATPLOTLIB, can_plot, exit_status, interruptible, seed_of, show
+from transfer.command_line.commands import Command
+from transfer.command_line.json_file import console_beside, write_json
 from transfer.errors import TransferError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 DEADLINE_S = 900.0
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@app.command(cls=Command)
 def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="where to draw it (.png, .svg, .pdf)")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="half a minute instead of five: not to be quoted")] = False,
-    rounds: Annotated[int | None, typer.Option(min=1, help="per case [default: 5; 2 with --quick]")] = None,
-    seed: Annotated[int | None, typer.Option(help="of the scattered pages [default: a new one]")] = None,
-    deadline_s: Annotated[float, typer.Option(min=10.0, help="for the whole run")] = DEADLINE_S,
+    quick: Annotated[
+        bool, option(None, "Half a minute instead of five: not to be quoted", "--quick", group="What is measured")
+    ] = False,
+    rounds: Annotated[int | None, option("N", "Rounds per case [default: 5; 2 with --quick]", min=1)] = None,
+    seed: Seed = None,
+    deadline_s: Annotated[float, option("SECONDS", "Longest time for the whole run", min=10.0)] = DEADLINE_S,
     conversation: Annotated[
-        bool, typer.Option("--conversation", help="instead: count what the turns of a chat send; not with --plot")
+        bool, option(None, "Instead: count what the turns of a chat send; not with --plot", "--conversation")
     ] = False,
     busy: Annotated[
-        bool, typer.Option("--busy", help="instead: time pushes beside a busy Python thread; not with --plot")
+        bool, option(None, "Instead: time pushes beside a busy Python thread; not with --plot", "--busy")
     ] = False,
+    json_file: Json = None,
+    plot_file: Annotated[Path | None, option("FILE", "Picture of the figures (.png, .svg, .pdf)", "--plot")] = None,
 ) -> None:
-    """Measures how fast pages travel between processes on this machine, beside bare NIXL and a plain torch copy.
+    """Measure how fast pages travel between processes on this machine, beside bare NIXL and a plain torch copy.
 
     It measures host memory, and device memory where there is a CUDA GPU. UCX reads its settings from the environment
     (UCX_TLS, UCX_NET_DEVICES); what is not set there is set for loopback.
@@ -73,7 +78,7 @@ def main(
     write_json(json_file, report)
     if plot_file is not None and report["rows"]:
         plot(report, plot_file)
-    _show(report)
+    _show(report, console_beside(json_file))
     raise typer.Exit(status)
 
 
@@ -107,13 +112,12 @@ def _run_alone(
     if status == 0:
         report = {"date": findings.date, "seed": findings.seed, "machine": findings.machine, name: found}
         write_json(json_file, report)
-        show(Console(), lines(found))
+        show(console_beside(json_file), lines(found))
     return status
 
 
-def _show(report: dict[str, Any]) -> None:
-    console = Console()
-    console.print(make_table(report))
+def _show(report: dict[str, Any], console: Console) -> None:
+    make_table(report).print_to(console)
     show(console, make_lines(report))
     show(console, [f"short: {line}" for line in shortfalls(report)], style="yellow")
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from rich.table import Table
-
 from scripts.dev.bench_transfer.plan import KIB, LAYERS, MIB, Plan
 from scripts.dev.bench_transfer.samples import Measured
+from transfer.command_line.tables import Table
 
 MIN_RATIO_TO_NIXL = 0.95
 FROM_PAGE_BYTES = 64 * KIB
@@ -101,13 +100,16 @@ def make_row(measured: Measured, memory: str) -> dict[str, Any]:
 
 def make_table(report: dict[str, Any]) -> Table:
     rows = report["rows"]
+    names = ("page", "pages", "layout", "mode", "senders")
+    figures = ("ours", "NIXL", "copy", "ours/NIXL", "ours/copy", "CPU ours", "CPU NIXL", "CPU copy")
     table = Table(
+        *names,
+        *figures,
         title=f"GB/s and CPU seconds per GB: medians of {report['rounds']} rounds, ratios taken round by round",
         caption="1 GB = 1e9 bytes; CPU of sending and receiving processes together; in brackets the ratios' range",
+        names=len(names),
+        words=(0, 2, 3),
     )
-    names = ("page", "pages", "layout", "mode", "senders", "ours", "NIXL", "copy", "ours/NIXL", "ours/copy")
-    for name in (*names, "CPU ours", "NIXL", "copy"):
-        table.add_column(name, justify="left" if name in ("layout", "mode") else "right", no_wrap=True)
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before["page_bytes"] != row["page_bytes"]:
             table.add_section()

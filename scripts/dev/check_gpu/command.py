@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import sys
@@ -24,32 +22,44 @@ NOTHING_CHECKED = 2
 
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 where no step failed, 1 where one did, 2 where nothing could be checked."""
-    options = _parser().parse_args(words)
+    lacking = needs.missing(needs.COMMAND_LINE)
+    if lacking:
+        return _refuse(f"{sys.executable} lacks {', '.join(lacking)}: pip install {' '.join(lacking)}")
+    from scripts.dev.check_gpu.options import app
+    from transfer.command_line.commands import exit_status
+
+    return exit_status(app, "scripts/check_gpu", words)
+
+
+def check(device_name: str, only: Sequence[str], seed: int | None, json_file: Path | None) -> int:
+    """Checks this machine, and returns the exit status as `main` does."""
     lacking = needs.missing(needs.TRANSFER)
     if lacking:
         return _refuse(f"{sys.executable} lacks {', '.join(lacking)}: pip install {' '.join(lacking)}")
     from scripts.dev.bench_transfer.machine import set_ucx
     from scripts.dev.check_gpu.steps import STEPS
     from transfer.agents.device import resolve
+    from transfer.command_line.json_file import STDOUT, write_json
     from transfer.errors import TransferError
 
-    steps = [step for step in STEPS if not options.only or step.name in options.only]
-    if len(steps) < len(options.only):
+    steps = [step for step in STEPS if not only or step.name in only]
+    if len(steps) < len(only):
         return _refuse(f"--only: the steps are {', '.join(step.name for step in STEPS)}")
     try:
-        device = resolve(options.device)
+        device = resolve(device_name)
     except TransferError as error:
         return _refuse(f"{error}. With --device cpu the steps run without a GPU, which only checks this command itself")
     ucx = set_ucx(os.environ, has_gpu=device.type == "cuda")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    machine = _machine(device, random.SystemRandom().randrange(1_000_000) if options.seed is None else options.seed)
-    print(f"{_title(machine)}, seed {machine.seed}", flush=True)
+    machine = _machine(device, random.SystemRandom().randrange(1_000_000) if seed is None else seed)
+    out = sys.stderr if json_file == STDOUT else sys.stdout
+    print(f"{_title(machine)}, seed {machine.seed}", file=out, flush=True)
     outcomes = []
     for step in steps:
         outcomes.append(attempt(step, machine))
-        print(outcomes[-1], flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(_report(machine, ucx, outcomes), indent=2) + "\n")
+        print(outcomes[-1], file=out, flush=True)
+    if json_file is not None:
+        write_json(json_file, _report(machine, ucx, outcomes))
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
@@ -72,15 +82,6 @@ def attempt(step: Step, machine: Machine) -> Outcome:
     except Exception as error:  # border: a step may meet anything on a machine that nobody has seen
         return ended("failed", f"{type(error).__name__}: {error}")
     return ended("passed", found.line, found.facts)
-
-
-def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="scripts/check_gpu", description=__doc__)
-    made.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to check this command itself [cuda]")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write what was found to this file")
-    made.add_argument("--only", action="append", default=[], metavar="STEP", help="run only this step; may be repeated")
-    made.add_argument("--seed", type=int, metavar="N", help="of pages and prompts [a new one]")
-    return made
 
 
 def _refuse(reason: str) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 
+COMMAND_LINE = ("typer", "rich")
+"""The packages without which options cannot be read."""
 TRANSFER = ("torch", "nixl", "numpy", "msgspec", "zmq", "rich")
 """The packages without which nothing can be checked."""
 TESTS = ("pytest",)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
+import typer
+
+from pdproxy.config.options import Json, option
 from scripts.dev.check_kernel.faults import FAULTS, Fault
 from scripts.dev.check_kernel.model import Model
 from scripts.dev.check_kernel.plans import DEEP, SMALL
 from scripts.dev.check_kernel.search import Result, search
 from scripts.dev.check_kernel.stories import story
+from scripts.dev.common.outcome import show
+from transfer.command_line.commands import Command, exit_status
+from transfer.command_line.json_file import console_beside, write_json
 
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="scripts/check_kernel", description=__doc__)
-    made.add_argument("--deep", action="store_true", help="search larger worlds as well; takes much longer")
-    made.add_argument("--planted", action="store_true", help="plant known faults one at a time; each must be found")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    made.add_argument("--world", metavar="NAME", help="search only worlds whose name contains this")
-    return made
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+WORLDS = "The worlds"
 
 
 def find_planted(fault: Fault) -> Result:
@@ -33,32 +31,47 @@ def find_planted(fault: Fault) -> Result:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 where no world has a violation and every planted fault was found."""
-    options = parser().parse_args(words)
+    return exit_status(app, "scripts/check_kernel", words)
+
+
+@app.command(cls=Command)
+def check(
+    deep: Annotated[
+        bool, option(None, "Search larger worlds as well, for much longer", "--deep", group=WORLDS)
+    ] = False,
+    world: Annotated[str, option("NAME", "Search only worlds whose name contains this")] = "",
+    planted: Annotated[bool, option(None, "Plant known faults one at a time; each must be found", "--planted")] = False,
+    json_file: Json = None,
+) -> None:
+    """Search every order of events in small worlds of engines for one in which admission goes wrong.
+
+    The shortest story of a violation is printed. Exit status 1: there is one, or a planted fault was not found.
+    """
+    say = partial(show, console_beside(json_file))
     started, cpu = time.monotonic(), time.process_time()
     found: dict[str, Any] = {}
     is_good = True
-    if options.planted:
+    if planted:
         lengths: dict[str, int | None] = {}
         for fault in FAULTS:
             result = find_planted(fault)
             lengths[fault.name] = len(result.trace) if result.violation else None
             told = f"found in {len(result.trace)} steps: {result.violation}" if result.violation else "NOT FOUND"
-            print(f"{fault.name}: {told}", flush=True)
+            say([f"{fault.name}: {told}"])
         num_found = sum(length is not None for length in lengths.values())
-        print(f"{num_found} of {len(FAULTS)} planted faults found")
+        say([f"{num_found} of {len(FAULTS)} planted faults found"])
         found |= {"planted": len(FAULTS), "found": num_found, "stories": lengths}
         is_good = num_found == len(FAULTS)
     else:
-        plans = [plan for plan in (*SMALL, *(DEEP if options.deep else ())) if (options.world or "") in plan.name]
+        plans = [plan for plan in (*SMALL, *(DEEP if deep else ())) if world in plan.name]
         results = []
         for plan in plans:
             model = Model(plan)
             result = search(model)
             results.append(result)
-            print(_figures(result), flush=True)
+            say([_figures(result)])
             if result.violation:
-                with_story = story(model, result)
-                print(with_story, flush=True)
+                say([story(model, result)])
         found |= {
             "states": sum(result.states for result in results),
             "transitions": sum(result.transitions for result in results),
@@ -68,14 +81,14 @@ def main(words: Sequence[str] | None = None) -> int:
         }
         is_good = found["violations"] == 0 and all(result.is_complete for result in results)
     found |= {"wall_s": time.monotonic() - started, "cpu_s": time.process_time() - cpu}
-    if not options.planted:
-        print(
+    if not planted:
+        summary = (
             f"{found['states']:,} states, {found['transitions']:,} transitions, depth {found['depth']}, "
             f"{found['violations']} violations, {found['wall_s']:.0f} s ({found['cpu_s']:.0f} s of one core)"
         )
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
-    return 0 if is_good else 1
+        say([summary])
+    write_json(json_file, found)
+    raise typer.Exit(0 if is_good else 1)
 
 
 def _figures(result: Result) -> str:

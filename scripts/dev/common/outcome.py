@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import logging
 import random
 from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -81,12 +79,6 @@ def show(console: Console, lines: Iterable[str], style: str | None = None) -> No
     """Prints lines as they are, however long."""
     for line in lines:
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def write_json(path: Path | None, report: dict[str, Any]) -> None:
-    """Writes a report, where somebody wants it."""
-    if path is not None:
-        path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def seed_of(seed: int | None) -> int:

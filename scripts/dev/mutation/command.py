@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import queue
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from mutation.changes import Change, find_changes, lines_of
 from mutation.index import Index, ReachingTest, collect
 from mutation.trial import Ending, run_pytest
 from mutation.workshop import Workshop, digest, workshops
+from pdproxy.config.options import FILES, Json, Seed, argument, option
+from transfer.command_line.commands import Command, exit_status
+from transfer.command_line.json_file import console_beside, write_json
 
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+CHANGES = "The changes"
 START_S = 20.0
 """The seconds for pytest itself to start and to import what it tests, on a busy machine."""
 
@@ -57,59 +63,94 @@ class Outcome:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of a run. `say` prints a line for people."""
+
+    paths: Sequence[Path]
+    seed: int | None
+    sample: int
+    tests: Sequence[str]
+    jobs: int
+    most: int
+    limit: float | None
+    json: Path | None
+    root: Path
+    cache: Path
+    say: Callable[[str], None]
+
+
+class Mutants(Command):
+    """`Mutants` is a command whose ``--tests`` takes all words up to the next option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words: list[str] = []
+        is_test = False
+        for word in args:
+            is_test = word == "--tests" if word.startswith("-") else is_test
+            words += ["--tests", word] if is_test and word != "--tests" else [] if is_test else [word]
+        # Without a word of its own it is left there, to be complained of.
+        return super().parse_args(ctx, [*words, "--tests"] if args[-1:] == ["--tests"] else words)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+    return exit_status(app, "scripts/dev/mutants", arguments)
+
+
+@app.command(cls=Mutants)
+def mutants(
+    paths: Annotated[list[Path], argument("PATH", "Source files, or folders of them", CHANGES)],
+    seed: Seed = None,
+    sample: Annotated[int, option("N", "Number of changes to try", min=1)] = 100,
+    tests: Annotated[
+        list[str] | None, option("PATH", "Tests to run; repeatable [default: tests/pdproxy]", group="The tests")
+    ] = None,
+    most: Annotated[int, option("N", "Most tests per change", min=1)] = 40,
+    limit: Annotated[float | None, option("SECONDS", "Longest time per change [default: by the tests' own]")] = None,
+    jobs: Annotated[int, option("N", "Number of processes at a time", min=1)] = 1,
+    root: Annotated[Path, option("FOLDER", "Folder of the tree", group=FILES)] = Path(),
+    cache: Annotated[
+        Path | None,
+        option("FOLDER", "Folder that keeps which lines tests go through [default: in the tree's .pytest_cache]"),
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Change source files in small ways, one at a time, and run the tests that go through the changed line.
+
+    This happens in a copy of the tree. A change that no test notices is printed.
+    """
+    console = console_beside(json_file)
+    options = Options(
+        paths=paths,
+        seed=seed,
+        sample=sample,
+        tests=tests or ["tests/pdproxy"],
+        jobs=jobs,
+        most=most,
+        limit=limit,
+        json=json_file,
+        root=root,
+        cache=cache or root / ".pytest_cache" / "mutants",
+        say=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
+    )
+    _run(options)
+
+
+def _run(options: Options) -> None:
     root = options.root.resolve()
     files = _source_files(root, options.paths)
     sources = {file: (root / file).read_bytes() for file in files}
     seed = random.randrange(2**32) if options.seed is None else options.seed
     changes = [change for file in files for change in find_changes(file, sources[file])]
     chosen = random.Random(seed).sample(changes, min(options.sample, len(changes)))
-    print(f"seed {seed}: {len(chosen)} of {len(changes)} changes to {len(files)} files", flush=True)
+    options.say(f"seed {seed}: {len(chosen)} of {len(changes)} changes to {len(files)} files")
     with workshops(root, options.jobs) as shops:
         index = _index(options, root, files, shops)
         outcomes = _try_all(chosen, sources, index, shops, options)
     num_noticed = sum(outcome.is_noticed for outcome in outcomes)
-    print(f"noticed {num_noticed} of {len(outcomes)}")
-    if options.json is not None:
-        report = {"seed": seed, "noticed": num_noticed, "mutants": [outcome.facts() for outcome in outcomes]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/dev/mutants",
-        description="Changes source files in small ways, one at a time, in a copy of the tree, and runs the tests that "
-        "go through the changed line. A change that no test notices is printed.",
-    )
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="source files, or folders of them")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of the random choice (default: a new one)")
-    parser.add_argument("--sample", type=_positive, default=100, metavar="N", help="changes to try (default: 100)")
-    parser.add_argument(
-        "--tests",
-        nargs="+",
-        default=["tests/pdproxy"],
-        metavar="PATH",
-        help="tests to run, named last (default: tests/pdproxy)",
-    )
-    parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="processes at a time (default: 1)")
-    parser.add_argument("--most", type=_positive, default=40, metavar="N", help="tests per change (default: 40)")
-    parser.add_argument("--limit", type=float, metavar="S", help="seconds per change (default: by the tests' own time)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes there")
-    parser.add_argument("--root", type=Path, default=Path(), metavar="DIR", help="the tree (default: this one)")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="where the lines that tests go through are kept")
-    options = parser.parse_args(arguments)
-    if options.cache is None:
-        options.cache = options.root / ".pytest_cache" / "mutants"
-    return options
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
+    options.say(f"noticed {num_noticed} of {len(outcomes)}")
+    report = {"seed": seed, "noticed": num_noticed, "mutants": [outcome.facts() for outcome in outcomes]}
+    write_json(options.json, report)
 
 
 def _source_files(root: Path, paths: Sequence[Path]) -> list[str]:
@@ -124,17 +165,17 @@ def _source_files(root: Path, paths: Sequence[Path]) -> list[str]:
     return list(found)
 
 
-def _index(options: argparse.Namespace, root: Path, files: Sequence[str], shops: Sequence[Workshop]) -> Index:
+def _index(options: Options, root: Path, files: Sequence[str], shops: Sequence[Workshop]) -> Index:
     """Returns the index, from the cache where the tree is the one that was looked at."""
     kept = options.cache / f"{digest(root, *files, '', *options.tests)}.json"
     if kept.exists():
         return Index(files, json.loads(kept.read_text()))
-    print("looking which tests go through which lines", flush=True)
+    options.say("looking which tests go through which lines")
     started = time.monotonic()
     told = collect(shops, files, options.tests)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(told))
-    print(f"{len(told)} tests go through the files ({time.monotonic() - started:.0f} s)", flush=True)
+    options.say(f"{len(told)} tests go through the files ({time.monotonic() - started:.0f} s)")
     return Index(files, told)
 
 
@@ -143,7 +184,7 @@ def _try_all(
     sources: dict[str, bytes],
     index: Index,
     shops: Sequence[Workshop],
-    options: argparse.Namespace,
+    options: Options,
 ) -> list[Outcome]:
     """Returns the outcomes in the order of `changes`; survivors are printed as they are found."""
     inside = {file: _lines_in_functions(source) for file, source in sources.items()}
@@ -163,7 +204,7 @@ def _try_all(
         finally:
             free.put(shop)
         if not outcome.is_noticed:
-            print(outcome, flush=True)
+            options.say(str(outcome))
         return outcome
 
     with ThreadPoolExecutor(len(shops)) as pool:

@@ -12,9 +12,10 @@ import httpx
 import typer
 from rich.console import Console
 
+from pdproxy.config.options import FLEET, Json, Seed, option
 from pdproxy.launch.logs import FileLog
 from pdproxy.launch.supervisor import Supervisor
-from scripts.dev.common.outcome import exit_status, seed_of, show, write_json
+from scripts.dev.common.outcome import exit_status, seed_of, show
 from scripts.dev.soak.pressure import (
     PressureFindings,
     make_pressure_report,
@@ -24,31 +25,34 @@ from scripts.dev.soak.pressure import (
 )
 from scripts.dev.soak.report import is_clean, make_report, make_table, problems
 from scripts.dev.soak.run import Findings, SoakOptions, soak
+from transfer.command_line.commands import Command
+from transfer.command_line.json_file import write_json
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 GRACE_S = 5.0
+LOGS = "Folder for the logs of all processes [default: a temporary one, kept where a fault is found]"
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@app.command(cls=Command)
 def main(
-    minutes: Annotated[float, typer.Option(min=0.1, help="of load, warming up included")] = 10.0,
-    seed: Annotated[int | None, typer.Option(help="of everything that is left to chance [default: a new one]")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
-    prefillers: Annotated[int, typer.Option(min=1, help="processes")] = 3,
-    decoders: Annotated[int, typer.Option(min=1, help="processes; the first has a tiny PD buffer")] = 3,
-    clients: Annotated[int, typer.Option(min=1, help="at once")] = 200,
+    minutes: Annotated[
+        float, option("MINUTES", "Length of the load, warming up included", group="The soak", min=0.1)
+    ] = 10.0,
+    seed: Seed = None,
+    clients: Annotated[int, option("N", "Number of clients at once", min=1)] = 200,
     kill_proxy_every: Annotated[
-        float, typer.Option(min=0, help="seconds, on average, after which the proxy is killed with -9; 0: never")
+        float, option("SECONDS", "Mean time after which the proxy is killed with -9; 0 for never", min=0)
     ] = 60.0,
-    model: Annotated[Path | None, typer.Option(help="model folder [default: a tiny random model]")] = None,
     pressure: Annotated[
-        bool, typer.Option("--pressure", help="instead, use up the proxy's descriptors, memory, event loop and log")
+        bool, option(None, "Instead: use up the proxy's descriptors, memory, event loop and log", "--pressure")
     ] = False,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="of all processes [default: a temporary folder, kept where a fault is found]")
-    ] = None,
+    prefillers: Annotated[int, option("N", "Number of prefillers", group=FLEET, min=1)] = 3,
+    decoders: Annotated[int, option("N", "Number of decoders; the first has a tiny PD buffer", min=1)] = 3,
+    model: Annotated[Path | None, option("FOLDER", "Model folder [default: a tiny random model]")] = None,
+    json_file: Json = None,
+    log_dir: Annotated[Path | None, option("FOLDER", LOGS)] = None,
 ) -> None:
-    """Built-in engines and the proxy as real processes on this machine, many clients, and every fault there is.
+    """Run built-in engines and the proxy on this machine, with many clients, and inflict every fault there is.
 
     Clients leave in the middle, engines are killed, frozen and restarted, the proxy is killed, KV signals are lost,
     delayed, doubled and reordered. At the end every request must have had a right answer or a typed error, unless the
@@ -97,7 +101,7 @@ def _press(duration_s: float, seed: int, json_file: Path | None) -> int:
     with tempfile.TemporaryDirectory(prefix="pdproxy-pressure-") as folder:
         status = exit_status(run(Path(folder)), console, httpx.HTTPError)
     write_json(json_file, make_pressure_report(findings))
-    console.print(make_pressure_table(findings))
+    make_pressure_table(findings).print_to(console)
     wrong = pressure_problems(findings)
     show(console, wrong, style="red")
     return status or int(bool(wrong))
@@ -113,6 +117,6 @@ def _tell(findings: Findings, *, is_complete: bool, json_file: Path | None, cons
     """Prints and writes the report. Returns True when something is wrong."""
     report = make_report(findings, is_complete=is_complete)
     write_json(json_file, report)
-    console.print(make_table(report))
+    make_table(report).print_to(console)
     show(console, problems(report), style="red")
     return not is_clean(report)

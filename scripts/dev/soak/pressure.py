@@ -22,7 +22,6 @@ from typing import Any
 
 import httpx
 import msgspec
-from rich.table import Table
 
 from pdproxy.launch.ports import free_ports
 from pdproxy.launch.process import Program
@@ -32,6 +31,7 @@ from scripts.dev.common.errors import BenchError
 from scripts.dev.common.events import data_in
 from scripts.dev.common.vitals import Vitals, read_vitals
 from scripts.dev.soak.attackers import Attackers
+from transfer.command_line.tables import Table
 
 NUM_CLIENTS = 6
 LOG = "stderr"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
-
 from scripts.dev.soak.run import Findings
 from scripts.dev.soak.verdict import Verdict
+from transfer.command_line.tables import Table
 
 MUST_BE_ZERO = (
     "wrong_answers",
@@ -69,7 +68,7 @@ def _is_bad(name: str, value: Any) -> bool:
 
 
 def make_table(report: dict[str, Any]) -> Table:
-    table = Table(title=f"soak, seed {report['seed']}", show_header=False)
+    table = Table("", "", title=f"soak, seed {report['seed']}", words=(0, 1))
     for name, value in report.items():
         if isinstance(value, dict):
             value = "\n".join(f"{what}: {count}" for what, count in value.items())

@@ -4,32 +4,36 @@ found."""
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from pdproxy.config.options import FLEET, Json, Seed, option
 from scripts.dev.bench_transfer.machine import set_ucx
-from scripts.dev.common.outcome import exit_status, interruptible, seed_of, show, write_json
+from scripts.dev.common.outcome import exit_status, interruptible, seed_of, show
 from scripts.dev.soak_transfer.plan import SoakOptions
 from scripts.dev.soak_transfer.report import make_lines, make_report
 from scripts.dev.soak_transfer.run import Findings, soak
+from transfer.command_line.commands import Command
+from transfer.command_line.json_file import write_json
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@app.command(cls=Command)
 def main(
-    minutes: Annotated[float, typer.Option(min=0.05, help="of load, warming up included")] = 10.0,
-    seed: Annotated[int | None, typer.Option(help="of everything that is left to chance [default: a new one]")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
-    prefillers: Annotated[int, typer.Option(min=1, help="senders, each with its own agent")] = 16,
-    processes: Annotated[int, typer.Option(min=1, help="that they are divided over")] = 4,
-    pages: Annotated[int, typer.Option(min=2, help="of the decoder's buffer")] = 64,
-    at_once: Annotated[int, typer.Option(min=1, help="attempts of one sender")] = 3,
+    minutes: Annotated[
+        float, option("MINUTES", "Length of the load, warming up included", group="The soak", min=0.05)
+    ] = 10.0,
+    seed: Seed = None,
+    prefillers: Annotated[int, option("N", "Number of senders, each with its own agent", group=FLEET, min=1)] = 16,
+    processes: Annotated[int, option("N", "Number of processes that the senders are divided over", min=1)] = 4,
+    pages: Annotated[int, option("N", "Pages of the decoder's buffer", min=2)] = 64,
+    at_once: Annotated[int, option("N", "Attempts of one sender at once", min=1)] = 3,
+    json_file: Json = None,
 ) -> None:
-    """Many prefillers push to one decoder whose buffer is never large enough, and nobody admits them.
+    """Have many prefillers push, without admission, to one decoder whose buffer is never large enough.
 
     Attempts are given up, cancelled, forgotten, and their writers killed. Every byte that is read is checked; nobody
     may be overtaken or left waiting, nothing may stand still or grow, and in the end every page must be free.

@@ -42,9 +42,10 @@ def test_the_story_is_as_short_as_can_be_and_ends_with_what_is_wrong() -> None:
     ]
 
 
-def test_the_command_writes_its_figures(tmp_path: Path) -> None:
-    assert main(["--world", "line, two owners", "--json", str(tmp_path / "figures.json")]) == 0
-    figures = json.loads((tmp_path / "figures.json").read_text())
+def test_the_command_writes_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    """It writes them to stdout where no file is named, and then nothing else."""
+    assert main(["--world", "line, two owners", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
     assert {"states", "transitions", "depth", "violations", "wall_s"} <= figures.keys()
     assert (figures["violations"], len(figures["worlds"])) == (0, 1)
 

@@ -63,8 +63,9 @@ def loadtest(*words: str, folder: Path) -> Result:
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     with address() as stub:
         words = ["--rate", "60", "--requests", "12", "--prompt", "20", "--answer", "3", "--seed", "5"]
-        result = loadtest("run", stub.url, *words, "--slo", "ttft:p99<30", *LENIENT, folder=tmp_path / "out")
+        result = loadtest("run", stub.url, *words, "--slo", "ttft:p99<30", *LENIENT, "--json", folder=tmp_path / "out")
     assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads((tmp_path / "out" / "summary.json").read_text())
     assert "seed 5" in result.output
     assert "met TTFT p99 < 30 s" in result.output
     assert sorted(one.name for one in (tmp_path / "out").iterdir()) == ["report.html", "run.jsonl", "summary.json"]

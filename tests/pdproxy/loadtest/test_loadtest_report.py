@@ -198,12 +198,12 @@ def test_a_percentile_is_told_where_there_are_values_enough_for_it() -> None:
         return Side("x", (run_of([record(index, ttft_s=0.1 + index / 10_000) for index in range(num)]),))
 
     shown = shown_of([side(999), side(1000)], Slo())
-    assert overview.HEADINGS[9:12] == ("TTFT p50", "p99", "p99.9")
+    assert overview.HEADINGS[9:12] == ("TTFT p50", "TTFT p99", "TTFT p99.9")
     assert [row[11] for row in overview.rows(shown)] == ["–", "200"]
     assert 11 in overview.columns(shown)
     few = page([side(20)], Slo())
     assert '<th scope="col">p99</th>' in few
-    assert '<th scope="col">TTFT p50</th><th scope="col">p99</th><th scope="col">TPOT p50</th>' in few
+    assert '<th scope="col">TTFT p50</th><th scope="col">TTFT p99</th><th scope="col">TPOT p50</th>' in few
 
 
 def test_a_late_generators_figures_are_said_to_be_worth_nothing() -> None:

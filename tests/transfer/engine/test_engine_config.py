@@ -54,6 +54,40 @@ def test_an_engine_without_torch_says_what_to_install(tmp_path: Path, monkeypatc
         main()
 
 
+def test_a_mistyped_option_gets_a_suggestion(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["engine", "--role", "decode", "--chunksize", "4"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "unrecognized arguments: --chunksize 4 (did you mean --chunk-size" in capsys.readouterr().err
+
+
+def test_what_is_wrong_names_its_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["engine", "--role", "decod"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.splitlines() == [
+        "error: --role: Input should be 'prefill', 'decode' or 'both'",
+        "error: --model: Field required",
+    ]
+
+
+def test_help_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["engine", "--role", "decode", "-h"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert "--pd-buffer-size SIZE" in capsys.readouterr().out
+
+
+def test_sizes_have_units() -> None:
+    sizes = {"pd_buffer_size": "1GiB", "kv_cache_size": "2GiB", "max_body_bytes": "3MiB"}
+    settings = EngineSettings(role="decode", model=MODEL, **sizes)
+    assert (settings.pd_buffer_size, settings.kv_cache_size, settings.max_body_bytes) == (1 << 30, 2 << 30, 3 << 20)
+
+
 def test_the_memory_budget_has_room_for_the_largest_body() -> None:
     assert EngineSettings(role="decode", model=MODEL, memory_budget="80MiB").memory_budget == 80 << 20
     with pytest.raises(ValidationError, match="memory_budget must be at least 76695845 bytes"):

@@ -1,4 +1,7 @@
-"""The module is what all command lines have in common: help in groups, suggestions, and options of a dataclass."""
+"""The module is what all command lines have in common: help in groups, suggestions, and options of a dataclass.
+
+It needs typer and nothing else, and knows none of the commands.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,10 @@ from typer.core import TyperCommand, TyperGroup
 
 OLD_NAMES = re.compile(r", --house(-model)?\b")
 """The former names of options, which go on working and are not shown."""
+SIDES = 4
+"""The columns of a terminal that help leaves free on both sides of an option."""
+JSON = "--json"
+"""The option of all commands that have figures to tell. Its value, a file, may be left out."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """The error of a command line that is not understood. typer has no public name for it."""
 
@@ -46,7 +53,7 @@ class _Helpful:
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for heading, row in self.help_rows(ctx):
-            groups.setdefault(heading, []).append(row)
+            groups.setdefault(heading, []).append(_fitting(row, formatter.width - SIDES))
         for heading, rows in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(rows)
@@ -71,17 +78,74 @@ class _Helpful:
         return super().resolve_command(ctx, args)  # type: ignore[misc]
 
 
+def _fitting(row: tuple[str, str], width: int) -> tuple[str, str]:
+    """Returns the row with its choices in the text, where they are too many for the line of the option."""
+    flag, _, choices = row[0].partition(" ")
+    if len(row[0]) <= width or "|" not in choices:
+        return row
+    text, gap, default = row[1].partition("  [")
+    return f"{flag} NAME", f"{text}: {choices.replace('|', ', ')}{gap}{default}"
+
+
 def _unknown(what: str, name: str, known: Iterable[str], ctx: Any) -> Exception:
     meant = did_you_mean([name], known)
     return UsageError(f"There is no {what} {name}{meant and f' ({meant})'}.", ctx)
 
 
+def _with_stdout(args: list[str]) -> list[str]:
+    """Returns the words with a ``-`` behind a ``--json`` that has no file of its own."""
+    at = args.index(JSON) if JSON in args else len(args)
+    if at == len(args) or "--" in args[:at]:
+        return args
+    behind = args[at + 1] if at + 1 < len(args) else "--"
+    is_bare = behind.startswith("-") and behind != "-"
+    return [*args[: at + 1], *(["-"] if is_bare else []), *args[at + 1 :]]
+
+
 class Command(_Helpful, TyperCommand):
     """Command is one command, with grouped help and suggestions."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _with_stdout(args))
 
 
 class Group(_Helpful, TyperGroup):
     """Group has several commands, with grouped help and suggestions."""
+
+
+class Untouched(Command):
+    """Untouched is a command whose arguments are read by a command line of its own, ``--`` and ``--help`` included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return args
+
+
+class SettingsCommand(Untouched):
+    """SettingsCommand is a command whose options are the fields of settings, which read the arguments themselves."""
+
+    def settings_rows(self) -> Iterable[tuple[str, tuple[str, str]]]:
+        """Yields the rows of the settings' help. They are asked for only where help is: settings are slow to import."""
+        raise NotImplementedError
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if {"-h", "--help"} & set(args):
+            typer.echo(ctx.get_help())
+            raise typer.Exit
+        return super().parse_args(ctx, args)
+
+    def help_rows(self, ctx: Any) -> Iterator[tuple[str, tuple[str, str]]]:
+        yield from self.settings_rows()
+        yield from super().help_rows(ctx)
+
+
+def exit_status(app: typer.Typer, program: str, words: Iterable[str] | None = None) -> int:
+    """Runs a command line, that of this process by default, and returns its exit status."""
+    try:
+        app(None if words is None else list(words), prog_name=program)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 @contextmanager
