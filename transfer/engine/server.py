@@ -140,8 +140,8 @@ def _add_model_routes(app: FastAPI, core: EngineCore, prompts: PromptEncoder, bo
 
     @app.get("/health")
     async def health() -> Response:
-        is_healthy = core.is_healthy()
-        return _json({"status": "ok" if is_healthy else "failed"}, 200 if is_healthy else 503)
+        fault = core.fault()
+        return _json({"status": "ok"}) if fault is None else _json({"status": "failed", "reason": fault}, 503)
 
 
 def _add_transfer_routes(app: FastAPI, core: EngineCore, bodies: Bodies) -> None:
