@@ -2,6 +2,7 @@
 
 ``impatient``: its sender gives a handshake half a second. ``deaf``: with SIGUSR1 its receiver goes deaf, while
 everything else in the process goes on. ``unaware``: it does not look whether its receiver hears.
+``stuck``: its close gets stuck in a thread, and it has half a second for that.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 from typing import Any
 
-from transfer.engine.__main__ import main
+from transfer.engine import __main__ as engine_program
+from transfer.engine.engine import Engine
 from transfer.roles import session
 from transfer.roles.receiver import Receiver
 from transfer.roles.self_check import SelfCheck
 
-WORDS = ("impatient", "deaf", "unaware")
+WORDS = ("impatient", "deaf", "unaware", "stuck")
 
 
 def plant(words: list[str]) -> None:
@@ -24,6 +27,9 @@ def plant(words: list[str]) -> None:
         session.HANDSHAKE_TIMEOUT_S = 0.5
     if "unaware" in words:
         SelfCheck.start = lambda self: None  # type: ignore[method-assign]
+    if "stuck" in words:
+        engine_program.CLOSE_LIMIT_S = 0.5
+        Engine.aclose = lambda self: asyncio.to_thread(time.sleep, 60)  # type: ignore[assignment,method-assign,return-value]
     if "deaf" in words:
         usual = Receiver.start
 
@@ -45,4 +51,4 @@ def deafen(receiver: Any) -> None:
 if __name__ == "__main__":
     plant([word for word in sys.argv[1:] if word in WORDS])
     sys.argv[1:] = [word for word in sys.argv[1:] if word not in WORDS]
-    main()
+    engine_program.main()
