@@ -42,6 +42,7 @@ FLOORS = (
     "transfer.memory_budget",
     "transfer.geometry",
     "transfer.descriptors",
+    "transfer.bounded_connection",
     "transfer.trust",
     "transfer.wire",
     "transfer.child_process",
@@ -57,6 +58,7 @@ FLOORS = (
 )
 """From the ground up. A folder imports from itself and from those before it. The longest name counts for a module."""
 DOOR = {
+    "transfer.bounded_connection",
     "transfer.descriptors",
     "transfer.errors",
     "transfer.geometry",

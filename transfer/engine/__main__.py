@@ -67,6 +67,7 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
     """
     from transformers import AutoTokenizer
 
+    from transfer.bounded_connection import BoundedConnection
     from transfer.engine.engine import Engine
     from transfer.engine.ranks.leader import OtherRanks
     from transfer.engine.server import EngineServer, ServerSettings, build_app
@@ -82,6 +83,7 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
         app = build_app(engine, tokenizer, limits, descriptors)
         config = uvicorn.Config(
             app,
+            http=BoundedConnection,
             host=settings.host,
             port=settings.port,
             log_config=None,
