@@ -186,7 +186,7 @@ class Instance(Place):
         """The circuit breaker of the leg that the instance serves."""
         self.breaker.on_change = self._changed
         self.exchanges = Exchanges(settings.name)
-        """What is known of the KV that the instance exchanges with others."""
+        """Tells with which peers KV cannot be exchanged, and which side that speaks against."""
         self._slow_start = care.slow_start
         self._on_ended = on_ended
         self._clock = clock
