@@ -43,6 +43,7 @@ FLOORS = (
     "transfer.memory_budget",
     "transfer.geometry",
     "transfer.descriptors",
+    "transfer.bounded_connection",
     "transfer.trust",
     "transfer.wire",
     "transfer.child_process",
@@ -58,6 +59,7 @@ FLOORS = (
 )
 """From the ground up. A folder imports from itself and from those before it. The longest name counts for a module."""
 DOOR = {
+    "transfer.bounded_connection",
     "transfer.descriptors",
     "transfer.errors",
     "transfer.geometry",

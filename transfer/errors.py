@@ -33,6 +33,10 @@ class PeerLost(TransferError):
     """The peer stopped answering, was restarted, or NIXL reported its death."""
 
 
+class ReceiverLost(PeerLost, AttemptLost):
+    """The decoder's receiver does not answer this sender, or has fallen silent, whatever its HTTP address says."""
+
+
 class IllegalTransition(TransferError):
     """A step was asked for that the state table does not allow. It is raised before anything has changed."""
 

@@ -79,6 +79,7 @@ class BuiltinAdapter:
             streams_whole=_SHAPE,
             resumes=True,
             kv_lost_code="kv_transfer_failed",
+            receiver_lost_code="kv_receiver_lost",
             peer_ended_path="/kv_transfer/sender_ended",
         )
 

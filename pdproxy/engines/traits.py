@@ -70,6 +70,10 @@ class EngineTraits:
     """The code in a prefiller's error object, under HTTP 502, where its KV did not reach the decoder, whichever of them
     is at fault; None where the kind has no code for that.
     """
+    receiver_lost_code: str | None = None
+    """The code in a prefiller's error object, under HTTP 502, where the decoder did not answer it on the ports for KV;
+    None where the kind has no code for that.
+    """
     peer_ended_path: str | None = None
     """The path at which a decoder is told that the process of a peer has ended (``POST {"epoch": …}``).
 

@@ -106,6 +106,11 @@ class Breaker:
         self._num_probes = 0
         self._probes_at = 0.0
 
+    @property
+    def era(self) -> int:
+        """The number of the breaker's last change, for `blamed`."""
+        return self._era
+
     def allows(self) -> bool:
         """Tells whether a request may pass now. Changes nothing."""
         if self.state is CLOSED:
@@ -172,6 +177,12 @@ class Breaker:
         self._outcomes.count(1, self._clock())
         if self._has_too_many_faults():
             self._open()
+
+    def blamed(self, era: int) -> None:
+        """Notes a fault that showed at a peer before a leg was sent here: it counts as the fault of a leg. `era` is the
+        breaker's when the request was bound to the instance."""
+        if era == self._era:
+            self.failed(self.started())
 
     def not_tried(self, era: int) -> None:
         """Notes that the leg that was started in `era` never left this machine: it was no probe."""

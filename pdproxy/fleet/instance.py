@@ -25,6 +25,7 @@ from pdproxy.engines.http.base import EngineClient
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.traits import KvReady, ReleaseSignal
 from pdproxy.fleet.breaker import Breaker, BreakerLimits, BreakerState
+from pdproxy.fleet.exchanges import Exchanges
 from pdproxy.fleet.hysteresis import Hysteresis
 from pdproxy.fleet.page_count import Shapes, check_groups, longest_prompt
 from pdproxy.fleet.slow_start import SlowStart
@@ -184,6 +185,8 @@ class Instance(Place):
         self.breaker = Breaker(settings.name, settings.role, care.breaker, clock)
         """The circuit breaker of the leg that the instance serves."""
         self.breaker.on_change = self._changed
+        self.exchanges = Exchanges(settings.name)
+        """Tells with which peers KV cannot be exchanged, and which side that speaks against."""
         self._slow_start = care.slow_start
         self._on_ended = on_ended
         self._clock = clock
@@ -334,6 +337,7 @@ class Instance(Place):
         if is_new and self.epoch is not None:
             self._on_ended(self.epoch, f"{self.name}: it was restarted")
             self.breaker.reset()
+            self.exchanges.forget()
         serves_others = self.models != facts.models
         is_resized = self.capacity != facts.num_pages
         self.facts, self.heard_at = facts, self._clock()
@@ -414,6 +418,16 @@ class Instance(Place):
             return True
         self.suspect(why, is_lost=False)
         return False
+
+    def blame(self, epoch: str | None, era: int, attempt: str, why: str) -> None:
+        """Counts a fault of this instance's process `epoch` that a peer met before any leg of `attempt` was sent here.
+        `era` is the breaker's when the attempt was begun."""
+        if self.epoch != epoch:
+            return
+        self.on_trial.pop(attempt, None)  # from here on the breaker counts it
+        self.breaker.blamed(era)
+        if not self.is_suspected:
+            self.suspect(why, is_lost=False)
 
     def examine(self) -> None:
         """Notes that a look at the instance begins, which answers the suspicions there are."""

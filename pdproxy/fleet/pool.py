@@ -14,6 +14,8 @@ from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.wanted import Wanted
 from pdproxy.openai.answer import ModelCard
 
+MAX_NAMED = 3
+"""The most instances that an error names."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MIN_RETRY_AFTER_S = 1.0
 RETRY_AFTER_S = 5.0
@@ -142,7 +144,10 @@ class Pool:
         closed = [instance for instance in serving if instance.breaker.allows()]
         if not closed:
             left_s = min(instance.breaker.statistics().cool_off_left_s for instance in serving)
-            message = f"every {role} instance has failed several times in a row and is left alone for a moment"
+            names = ", ".join(instance.name for instance in serving[:MAX_NAMED]) + ", …" * (len(serving) > MAX_NAMED)
+            message = (
+                f"every {role} instance ({names}) has failed several times in a row and is left alone for a moment"
+            )
             raise NotReady(message, retry_after_s=max(MIN_RETRY_AFTER_S, left_s))
         return closed
 

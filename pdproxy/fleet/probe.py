@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import anyio
 import anyio.lowlevel
+import msgspec
 from anyio.abc import TaskGroup
 
 from pdproxy.engines import recognise
@@ -50,6 +51,8 @@ MAX_INTERVALS = 4.0
 JITTER = 0.1
 """The part of a pause that is left to chance, so that looks which began together do not stay together."""
 
+MAX_REASON_CHARS = 500
+"""The most characters that are kept of what an engine says is wrong with it."""
 STALL_SHARE = 0.2
 """The share of a look's time limit. Where this process stood still for so long meanwhile, the look tells nothing."""
 
@@ -80,6 +83,15 @@ class UnlikeItsKind(Exception):
     def __init__(self, why: str, *, is_read: bool = False) -> None:
         super().__init__(why)
         self.is_read = is_read
+
+
+class _Failed(msgspec.Struct):
+    """`_Failed` is the body of an engine's look that says what is wrong with it."""
+
+    reason: str = ""
+
+
+_failed = msgspec.json.Decoder(_Failed)
 
 
 class Probe:
@@ -295,7 +307,7 @@ class Probe:
         if status in (401, 403):
             raise UnlikeItsKind(f"it did not answer: {path} is HTTP {status}; its key is said by --engine-api-key")
         if status != 200:
-            raise UnlikeItsKind(f"it did not answer: {path} is HTTP {status}")
+            raise UnlikeItsKind(f"it did not answer: {path} is HTTP {status}{_reason(body)}")
         return body
 
     def _compare(self, instance: Instance) -> None:
@@ -400,6 +412,15 @@ class Probe:
         instance.proven()
         if instance.is_ready and not was_ready:
             log.info("%s is ready", instance.name)
+
+
+def _reason(body: bytes) -> str:
+    """Returns the engine's own words for why it is not well, behind a colon; empty where it gives none."""
+    try:
+        reason = _failed.decode(body).reason
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    return f": {reason[:MAX_REASON_CHARS]}" if reason else ""
 
 
 def _could_serve(instance: Instance, model: str | None) -> bool:

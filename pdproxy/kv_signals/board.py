@@ -185,6 +185,11 @@ class Expectation:
 
     # ── ending ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def has_pages(self) -> bool:
+        """Tells whether some rank has said that pages were reserved for the attempt."""
+        return bool(self._granted_pages)
+
     def on_granted(self, callback: Callable[[int], None]) -> None:
         """Has `callback` called once, when every rank has said that it takes fewer pages than the prompt has.
 

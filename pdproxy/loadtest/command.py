@@ -43,6 +43,8 @@ DISTRUSTED = 3
 """The exit status when the generator was late, so that its figures are not to be quoted."""
 UNANSWERED = 4
 """The exit status when no request that counts was answered to its end."""
+UNMET = 5
+"""The exit status when no rate of a sweep met the target."""
 FORESEEN = (LoadTestError, RunFileError, LaunchError, OSError)
 EXTRA = 'JSON object with further members of every request; null removes one of {"temperature": 0, "ignore_eos": true}'
 
@@ -106,7 +108,8 @@ def run_test(
     """Ask, measure, and write it down: every request, the figures, and a page with pictures.
 
     Latencies count from when a request was due. Ctrl-C ends it, and what was measured is written. Exit status 3: the
-    generator was late, so that its figures are not to be quoted. Exit status 4: no request was answered.
+    generator was late, so that its figures are not to be quoted. Exit status 4: no request was answered. Exit status 5:
+    no rate of a sweep met the target.
     """
     console = Console(stderr=True)
     with _told(console):
@@ -207,7 +210,9 @@ def _run(plan: Plan, console: Console, json_file: Path | None) -> int:
         why = f"none of the {len(records):,} requests was answered" if records else "no request came after the warm-up"
         console.print(f"loadtest: {why}, so that nothing was measured", style="red", highlight=False)
         return UNANSWERED
-    return 0 if all(run.health.is_trusted for run in outcome.side.runs) else DISTRUSTED
+    if not all(run.health.is_trusted for run in outcome.side.runs):
+        return DISTRUSTED
+    return UNMET if outcome.has_met_none else 0
 
 
 @contextlib.contextmanager

@@ -61,11 +61,12 @@ class Outcome:
     """Outcome holds what came of a test.
 
     Mutable state: the runs so far, so that there is something to tell however the test ends; the `signum` that stopped
-    it.
+    it; whether the sweep came to its end without a rate that met the target.
     """
 
     side: Side
     signum: int | None = None
+    has_met_none: bool = False
 
 
 async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
@@ -116,6 +117,7 @@ async def _ask(
             await measure(plan.workload)
         else:
             steps = await sweep(plan.search, plan.workload, plan.slo, measure, measure.tell_step)
+            outcome.has_met_none = not any(step.is_met for step in steps)
             _tell_end(steps, plan, console)
     except Stopped:
         console.print("stopped before anything was asked")
@@ -199,6 +201,9 @@ def _tell_end(steps: list[Step], plan: Plan, console: Console) -> None:
     assert plan.search is not None
     if any(step.rate == plan.search.broken and not step.is_known for step in steps):
         words = f"{per_s(plan.search.broken)} requests/s was not judged, so that what was found is a lower bound"
+        console.print(words, style="yellow", highlight=False)
+    if steps and not any(step.is_met for step in steps):
+        words = f"no rate met the target, down to {per_s(min(step.rate for step in steps))} requests/s"
         console.print(words, style="yellow", highlight=False)
     elif plan.search.broken is None and steps:
         console.print(f"the target was met at every rate up to {per_s(steps[-1].rate)}", highlight=False)

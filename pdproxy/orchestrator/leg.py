@@ -47,6 +47,20 @@ class KvNotTaken(LegFailed):
     """KvNotTaken says that a prefiller's KV did not reach its decoder. Either of them may be at fault."""
 
 
+class ReceiverNotReached(LegFailed):
+    """ReceiverNotReached says that a prefiller could give its KV to nobody, because the decoder does not answer it.
+
+    `instance` is the one at fault.
+    """
+
+    code = "kv_transfer_failed"
+
+    def __init__(self, prefiller: str, decoder: str, *, is_ours: bool) -> None:
+        leg, instance = ("prefill", prefiller) if is_ours else ("decode", decoder)
+        what = f"no KV can be sent to it: its receiver does not answer {prefiller!r}"
+        super().__init__(leg, instance, f"the receiver of {decoder!r} does not answer it" if is_ours else what)
+
+
 class EngineSaidError(LegFailed):
     """EngineSaidError says that the engine ended a stream under way with an error event: `events`, as it came.
 
@@ -100,6 +114,7 @@ class OpenLeg:
         "_outcome",
         "_peer",
         "_peer_epoch",
+        "_peer_era",
     )
 
     def __init__(
@@ -112,6 +127,7 @@ class OpenLeg:
         self._observer = observer
         self._peer = attempt.decoder if hands_over else None
         self._peer_epoch: str | None = None
+        self._peer_era = 0
         self._leg: Leg | None = None
         self._outcome = "closed"
         self._era = 0
@@ -132,7 +148,7 @@ class OpenLeg:
         instance, call, attempt = self._instance, self._call, self._attempt
         self._era = instance.leg_started(attempt.id)
         if self._peer is not None:
-            self._peer_epoch = self._peer.epoch
+            self._peer_epoch, self._peer_era = self._peer.epoch, self._peer.breaker.era
         try:
             try:
                 posting = instance.client.post(call.path, call.body, attempt.headers(instance))
@@ -161,6 +177,8 @@ class OpenLeg:
             self._instance.suspect(f"it did not answer a {self._name} leg in time", is_lost=False)
         self._instance.leg_finished(self._era, self._outcome)
         self._observer.leg_finished(self._name, self._instance.name, self._outcome)
+        if self._peer is not None and self._outcome == "ok":
+            self._instance.exchanges.worked(self._peer.exchanges)
         leg, self._leg = self._leg, None
         if leg is not None:
             leg.close()
@@ -245,7 +263,17 @@ class OpenLeg:
 
     def time_out(self, message: str) -> LegTimedOut:
         """Books that the leg missed its time. Returns the error to raise. Call it only in the moment in which it
-        does."""
+        does.
+
+        The peer is at fault where it has given no pages for the KV, and this instance has reached others meanwhile.
+        """
+        peer, expectation = self._peer, self._attempt.expectation
+        if peer is not None and expectation is not None and not expectation.has_pages:
+            has_reached_others, answers_others = self._instance.exchanges.failed(peer.exchanges)
+            if has_reached_others and not answers_others:
+                self._outcome = "no_kv"
+                peer.blame(self._peer_epoch, self._peer_era, self._attempt.id, "it gave no pages for KV")
+                return LegTimedOut("decode", peer.name, f"{message}: {peer.name!r} gave no pages for its KV")
         self._outcome = "timed_out"
         return LegTimedOut(self._name, self._instance.name, message)
 
@@ -273,13 +301,25 @@ class OpenLeg:
         if 400 <= leg.status < 500:
             self._outcome = "refused"
             return await self._whole_reply(leg)
-        if leg.status == 502 and self._peer is not None and await self._says_kv_is_lost(leg):
-            return self._kv_not_taken(self._peer)
+        if leg.status == 502 and self._peer is not None:
+            traits = self._instance.adapter.traits
+            if traits.kv_lost_code is not None and (code := error_code(await self._error_body(leg))) is not None:
+                if code == traits.receiver_lost_code:
+                    return self._receiver_not_reached(self._peer)
+                if code == traits.kv_lost_code:
+                    return self._kv_not_taken(self._peer)
         return self.fail(f"it answered HTTP {leg.status}")
 
-    async def _says_kv_is_lost(self, leg: Leg) -> bool:
-        code = self._instance.adapter.traits.kv_lost_code
-        return code is not None and error_code(await self._error_body(leg)) == code
+    def _receiver_not_reached(self, peer: Instance) -> ReceiverNotReached:
+        """Returns the error of a decoder whose receiver does not answer this prefiller. The decoder is at fault, unless
+        it has answered others since and the prefiller has reached nobody else."""
+        has_reached_others, answers_others = self._instance.exchanges.failed(peer.exchanges)
+        is_ours = answers_others and not has_reached_others
+        self._outcome = "failed" if is_ours else "no_kv"
+        if not is_ours:
+            why = f"its receiver of KV does not answer {self._instance.name}"
+            peer.blame(self._peer_epoch, self._peer_era, self._attempt.id, why)
+        return ReceiverNotReached(self._instance.name, peer.name, is_ours=is_ours)
 
     def _kv_not_taken(self, peer: Instance) -> KvNotTaken:
         """Returns the error of KV that did not arrive. It counts as this leg's fault only where the peer is not in

@@ -377,6 +377,7 @@ class Orchestrator:
                     grant = await self._admission.wait(demand)
             except NeverFits as error:
                 # `ways` knows which memory is too small, and what can be done about it.
+                error.param = request.prompt_field
                 raise ways.error or error from None
             attempt.bind(grant)
             await self._serve_bound(attempt, ways[grant.shape])

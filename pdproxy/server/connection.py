@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import select
-from collections import deque
 from typing import Any
 
 from uvicorn.config import Config
@@ -22,35 +21,24 @@ from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.exchange import Exchange
 from pdproxy.server.headers import ClientHeaders
 from pdproxy.server.response_head import ResponseHeadWriter
+from transfer.bounded_connection import BoundedConnection
 from transfer.memory_budget import MemoryBudget
 
-MAX_HEAD_BYTES = 64 * 1024
-"""The most bytes of a request's head beyond one read, and of what else is no body: the trailers behind it."""
-MAX_PIPELINED = 100
-"""The most requests of a client that wait for earlier ones. One read can have ten thousand, and each takes a hundred
-times as much in memory."""
 LOOK_S = 1.0
 """Seconds between two looks whether a client is still there from whom nothing is read."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
-class _TooManyError(Exception):
-    """_TooManyError stops the parser. Nobody outside sees it."""
-
-
-class ClientConnection(HttpToolsProtocol):
+class ClientConnection(BoundedConnection):
     """ClientConnection is what uvicorn calls a protocol.
 
-    Mutable state, besides uvicorn's (`cycle` is the latest request, `pipeline` those whose turn is still to come): the
-    exchange whose turn it is; whether a head or trailers are under way, their size without the first read (-1 in that
-    read), and whether the head is over; since when nothing was, on the loop's clock,
-    how much its client had not taken of answers then, and the timer that looks whether that is too long; the timer that
-    looks for the client while requests wait in the pipeline; its share of the memory budget, for what its client has
-    not taken of answers, while that is more than a little.
+    Mutable state, besides that of a `BoundedConnection`: the exchange whose turn it is; since when nothing was under
+    way, on the loop's clock, how much its client had not taken of answers then, and the timer that looks whether that
+    is too long; the timer that looks for the client while requests wait in the pipeline; its share of the memory
+    budget, for what its client has not taken of answers, while that is more than a little.
     """
 
     cycle: Any  # an `Exchange`, or uvicorn's own
-    pipeline: deque[tuple[Any, Any]]
 
     def __init__(
         self,
@@ -68,9 +56,6 @@ class ClientConnection(HttpToolsProtocol):
         self._routes = routes
         self._descriptors = descriptors
         self._turn: Exchange | None = None
-        self._is_in_head = False
-        self._is_past_head = False
-        self._num_head_bytes = 0
         self._idle_since = 0.0
         self._num_unsent_bytes = 0
         self._rest_timer: asyncio.TimerHandle | None = None
@@ -97,8 +82,6 @@ class ClientConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._is_in_head:
-            self._measure_head(len(data))
         if self._turn is not None and not self.transport.is_closing():
             self._turn.go_on()
 
@@ -136,21 +119,12 @@ class ClientConnection(HttpToolsProtocol):
         self.url = b""
         self.headers = []
         self.expect_100_continue = False
-        self._is_past_head = False
-        self._await_lines()
+        self._begin_head()
         self._idle_since = self.loop.time()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a line of the head. Trailers are dropped: nobody wants them, and they have no limit of their own."""
-        if not self._is_past_head:
-            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Decides who serves the request: an `Exchange`, or uvicorn. It waits in the pipeline for earlier requests."""
-        self._is_in_head, self._is_past_head = False, True
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self.send_400_response(f"More than {MAX_PIPELINED} requests wait on one connection.")
-            raise _TooManyError
+        self._end_head()
         parser, headers = self.parser, self.headers
         if codings.is_foreign(headers):
             self._hand_to_uvicorn(codings.refuse)
@@ -178,10 +152,6 @@ class ClientConnection(HttpToolsProtocol):
             self.pipeline.appendleft((exchange, self.app))
             self._watch_client()
 
-    def on_chunk_header(self) -> None:
-        """Expects trailers: behind the last chunk's header, which cannot be told from another's, no body comes."""
-        self._await_lines()
-
     def on_body(self, body: bytes) -> None:
         self._is_in_head = False
         cycle = self.cycle
@@ -202,33 +172,17 @@ class ClientConnection(HttpToolsProtocol):
     def _hand_to_uvicorn(self, app: Any) -> None:
         """Hands the request to uvicorn, so that `app` answers it when it is its turn."""
         url, headers, awaits_continue = self.url, self.headers, self.expect_100_continue
-        super().on_message_begin()
+        HttpToolsProtocol.on_message_begin(self)  # past the bounds, which have seen this head
         self.url, self.expect_100_continue = url, awaits_continue
         self.headers += headers
         usual, self.app = self.app, app
-        super().on_headers_complete()
+        HttpToolsProtocol.on_headers_complete(self)
         self.app = usual
         if self.pipeline:
             self._watch_client()
 
-    def _await_lines(self) -> None:
-        self._is_in_head = True
-        self._num_head_bytes = -1
-
-    def _measure_head(self, num_bytes: int) -> None:
-        """Notes that a read of `num_bytes` has ended within a head. The first one may have begun with something else,
-        and does not count."""
-        self._num_head_bytes = 0 if self._num_head_bytes < 0 else self._num_head_bytes + num_bytes
-        if self._num_head_bytes > MAX_HEAD_BYTES:
-            self.send_400_response("The head of the request is too large.")
-
-    def send_400_response(self, msg: str) -> None:
-        """Answers 400, but not into the middle of an answer to an earlier request: that answer must look cut off
-        instead. Does nothing where the connection is being closed already."""
-        if self._turn is not None and self._turn.is_started:
-            self.transport.close()
-        elif not self.transport.is_closing():
-            super().send_400_response(msg)
+    def _is_answering(self) -> bool:
+        return self._turn is not None and self._turn.is_started
 
     # ── one after another, and rests between them ───────────────────────────────────────────────────────────────────
 

@@ -80,8 +80,8 @@ class ScriptedCore:
             receivers=[Endpoint(rank=0, host="127.0.0.1", port=7300)],
         )
 
-    def is_healthy(self) -> bool:
-        return self.healthy
+    def fault(self) -> str | None:
+        return None if self.healthy else "its thread has ended"
 
     def statistics(self) -> dict[str, Any]:
         return {"num_lent": self.num_lent}

@@ -30,7 +30,7 @@ from transfer.dataplane.messages import (
     Open,
     Report,
 )
-from transfer.errors import AttemptLost, ReservationRefused, TransferError
+from transfer.errors import AttemptLost, ReceiverLost, ReservationRefused, TransferError
 from transfer.plan.runs import runs_of
 from transfer.roles.push import Push
 from transfer.roles.sender import Sender
@@ -146,7 +146,8 @@ class PushHost:
         self._tell_failed(number, push)
 
     def _tell_failed(self, number: int, push: Push) -> None:
-        self._report(Failed.of(number, AttemptLost(push.failure or "it failed")))
+        kind = ReceiverLost if push.is_receiver_lost else AttemptLost
+        self._report(Failed.of(number, kind(push.failure or "it failed")))
 
     def _fill(self, filled: Filled) -> None:
         push = self._pushes.get(filled.number)

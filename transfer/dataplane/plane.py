@@ -109,8 +109,8 @@ class Backend(Protocol):
 class PlanePush:
     """A `PlanePush` is one attempt on its way to a decoder. Methods may be called from any thread.
 
-    Mutable state: `_events`, which are kept as long as they may be asked about, and what was granted. The futures are
-    set once, on the backend's thread.
+    Mutable state: `_events`, which are kept as long as they may be asked about, what was granted, and why the push
+    failed. The futures are set once, on the backend's thread.
     """
 
     def __init__(self, plane: DataPlane, number: int, attempt: str, table: PageTable) -> None:
@@ -134,6 +134,7 @@ class PlanePush:
         self._number = number
         self._present: frozenset[int] = frozenset()
         self._events: list[Event] = []
+        self._error: TransferError | None = None
 
     def __repr__(self) -> str:
         state = self.failure or ("finished" if self.finished.done() else "open")
@@ -143,6 +144,11 @@ class PlanePush:
     def failure(self) -> str | None:
         """Returns why the push failed, or None while it has not."""
         return self.failed.result() if self.failed.done() else None
+
+    @property
+    def error(self) -> TransferError | None:
+        """Returns why the push failed, or None while it has not."""
+        return self._error
 
     def is_present(self, ordinal: int) -> bool:
         """Returns whether the decoder has this page's bytes already, on every rank. Then filling it changes nothing."""
@@ -229,6 +235,7 @@ class PlanePush:
         succeeded."""
         if self.finished.done():
             return
+        self._error = error
         _settle(self.failed, str(error))
         _settle(self.granted, error)
         lost = error if isinstance(error, AttemptLost) else AttemptLost(f"attempt {self.attempt}: {error}")

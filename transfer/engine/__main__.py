@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
+import signal
 import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from transfer.engine.ranks.link import Link
 
 log = logging.getLogger("transfer.engine")
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+CLOSE_LIMIT_S = 15.0
+"""The time, in seconds, that an engine has to close itself. Then its stacks are printed, and it ends with status 1."""
 
 
 def main() -> None:
@@ -69,13 +75,15 @@ def _settings() -> EngineSettings:
 
 
 async def serve(settings: EngineSettings, links: list[Link]) -> None:
-    """Loads the model, listens, and serves until SIGINT or SIGTERM.
+    """Loads the model, listens, and serves until SIGINT or SIGTERM. Then closes the engine, for `CLOSE_LIMIT_S` seconds
+    at most, so that an end in order leaves nothing behind.
 
     `links` are those to the other ranks. Raises `TransferError` or `OSError` when it cannot start, and `RankLost` when
     it has ended with another rank.
     """
     from transformers import AutoTokenizer
 
+    from transfer.bounded_connection import BoundedConnection
     from transfer.engine.engine import Engine
     from transfer.engine.ranks.leader import OtherRanks
     from transfer.engine.server import EngineServer, ServerSettings, build_app
@@ -91,6 +99,7 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
         app = build_app(engine, tokenizer, limits, descriptors)
         config = uvicorn.Config(
             app,
+            http=BoundedConnection,
             host=settings.host,
             port=settings.port,
             log_config=None,
@@ -103,10 +112,15 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
         log.info("serving %s as %s on http://%s", engine.model.name, settings.role, place)
         log.info("%d descriptors: enough for about %d connections", descriptors.limit, descriptors.num_free - RESERVE)
         server = EngineServer(config, descriptors)
+        # uvicorn gives the signals back to whom it has them from, and the engine is still to be closed then.
+        for number in ENDING:
+            signal.signal(number, server.handle_exit)
         await serve_until(lost, server)
         if ranks.lost is not None:
             raise ranks.lost
     finally:
+        # A thread that is stuck in a driver would keep the process. This watches on until the interpreter is gone.
+        faulthandler.dump_traceback_later(CLOSE_LIMIT_S, exit=True)
         await engine.aclose()
 
 

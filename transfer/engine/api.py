@@ -163,8 +163,9 @@ class EngineCore(Protocol):
 
     def buffer_facts(self) -> BufferFacts: ...
 
-    def is_healthy(self) -> bool:
-        """Returns False when the core cannot compute any more (its thread has died): replace the process."""
+    def fault(self) -> str | None:
+        """Returns why the core cannot serve: it cannot compute any more, or not send or receive KV. Returns None while
+        it is well. The words stay the same as long as the fault does."""
 
     def statistics(self) -> dict[str, Any]:
         """Returns numbers for ``GET /statistics``, JSON-ready."""

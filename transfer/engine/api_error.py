@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transfer.engine.api import EngineBusy, JobTooLarge, RankLost
-from transfer.errors import TransferError
+from transfer.errors import ReceiverLost, TransferError
 
 
 @dataclass(eq=False)
@@ -96,6 +96,8 @@ def from_core(error: Exception) -> ApiError:
             return too_long(str(error), "prompt")
         case RankLost():  # this engine's fault, not its peer's
             return ApiError(str(error), code="rank_lost", status=500, type="server_error")
+        case ReceiverLost():  # the peer's fault, as far as can be seen from here
+            return ApiError(str(error), code="kv_receiver_lost", status=502, type="server_error")
         case TransferError():
             return ApiError(str(error), code="kv_transfer_failed", status=502, type="server_error")
     return ApiError("The engine failed to answer; its log tells why.", status=500, type="server_error")

@@ -52,6 +52,7 @@ from transfer.plan.keys import chunk_keys
 from transfer.roles.epochs import sender_epoch
 from transfer.roles.rank_slab import OtherSlabs
 from transfer.roles.receiver import Receiver
+from transfer.roles.self_check import SelfCheck
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class Engine:
         self._agents: list[NixlAgent] = []
         self._lane: Lane | None = None
         self._receiver: Receiver | None = None
+        self._self_check: SelfCheck | None = None
         self._intake: CacheIntake | None = None
         self._plane: DataPlane | None = None
         self._num_taken = 0
@@ -147,6 +149,13 @@ class Engine:
             self._agents.append(agent)
             self._receiver = self._make_receiver(agent, self._received)
             await self._receiver.start()
+            self._self_check = SelfCheck(
+                self._receiver.endpoint,
+                agent.epoch,
+                interval_s=receiver_config(self.settings).heartbeat_s,
+                fleet_key=self._fleet_key,
+            )
+            self._self_check.start()
         if self._sends:
             epoch = sender_epoch(self.epoch) if self._receives else self.epoch
             self._plane = new_plane(self.settings, self._runner, epoch, self._store)
@@ -163,6 +172,8 @@ class Engine:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        if self._self_check is not None:
+            self._self_check.close()
         if self._receiver is not None:
             await self._receiver.aclose()
         if self._intake is not None:
@@ -263,9 +274,15 @@ class Engine:
             fleet_key="none" if self._fleet_key is None else self._fleet_key.fingerprint,
         )
 
-    def is_healthy(self) -> bool:
-        is_sending = self._plane is None or self._plane.is_well
-        return self._worker.is_alive and self._ranks.lost is None and is_sending
+    def fault(self) -> str | None:
+        """Returns what is wrong with this process. See `EngineCore.fault`."""
+        if not self._worker.is_alive:
+            return "the thread that computes has ended"
+        if self._ranks.lost is not None:
+            return str(self._ranks.lost)
+        if self._plane is not None and not self._plane.is_well:
+            return "its data plane, which sends KV, does not work"
+        return None if self._self_check is None else self._self_check.fault
 
     def statistics(self) -> dict[str, Any]:
         scheduler = self._worker.scheduler

@@ -10,7 +10,7 @@ from transfer.engine.on_loop import on_loop
 from transfer.engine.ranks.pushes import RanksPush
 from transfer.engine.sampling import SampledToken
 from transfer.engine.sequence import Sequence
-from transfer.errors import AttemptLost
+from transfer.errors import AttemptLost, ReceiverLost
 
 
 class Running:
@@ -64,13 +64,15 @@ class Prefilled:
 
 
 async def first_token(running: Running, push: RanksPush) -> SampledToken:
-    """Returns the first token. Raises `AttemptLost` as soon as the push has failed: nobody needs the token then."""
+    """Returns the first token. Raises `AttemptLost` as soon as the push has failed (nobody needs the token then):
+    `ReceiverLost` where that is because the decoder's receiver does not answer."""
     token = asyncio.ensure_future(running.next())
     failed = asyncio.wrap_future(push.failed)
     try:
         await asyncio.wait((token, failed), return_when=asyncio.FIRST_COMPLETED)
         if not token.done():
-            raise AttemptLost(f"the KV cannot be sent: {push.failure}")
+            kind = ReceiverLost if isinstance(push.error, ReceiverLost) else AttemptLost
+            raise kind(f"the KV cannot be sent: {push.failure}")
         return token.result()
     finally:
         for waiting in (token, failed):

@@ -5,9 +5,11 @@ FastAPI serves the small routes; the two that generate are plain ASGI endpoints 
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +18,6 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from transfer import logs
 from transfer.descriptors import Acceptor, Descriptors, uvicorn_connections
 from transfer.engine.api import EngineCore
 from transfer.engine.api_error import ApiError, from_core, out_of_descriptors, refuse_if
@@ -81,9 +82,13 @@ class EngineServer(uvicorn.Server):
             for one in listeners
         ]
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        logs.flush()  # uvicorn then raises the signal that it was ended by once more, which ends the process there
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes a signal. The first one ends the server, and is not raised again as by uvicorn: that would end the
+        process before its engine is closed. A second Ctrl-C ends the process where it is."""
+        if self.should_exit and sig == signal.SIGINT:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        self.should_exit = True
 
 
 class Bodies:
@@ -140,8 +145,8 @@ def _add_model_routes(app: FastAPI, core: EngineCore, prompts: PromptEncoder, bo
 
     @app.get("/health")
     async def health() -> Response:
-        is_healthy = core.is_healthy()
-        return _json({"status": "ok" if is_healthy else "failed"}, 200 if is_healthy else 503)
+        fault = core.fault()
+        return _json({"status": "ok"}) if fault is None else _json({"status": "failed", "reason": fault}, 503)
 
 
 def _add_transfer_routes(app: FastAPI, core: EngineCore, bodies: Bodies) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from transfer import wire
 from transfer.agents.base import Event, TransferAgent, WriteReceipt
-from transfer.errors import AttemptLost, IllegalTransition, PeerLost, ReservationRefused, TransferError
+from transfer.errors import AttemptLost, IllegalTransition, PeerLost, ReceiverLost, ReservationRefused, TransferError
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import RankLayout
 from transfer.roles.notifier import Notifier
@@ -65,6 +65,8 @@ class Push:
         """Tells which page of the attempt is which block of which layer group."""
         self.failed = asyncio.Event()
         """Is set when this push is over without having succeeded. The engine that computes the KV may stop."""
+        self.is_receiver_lost = False
+        """Is True where this push is over because the decoder's receiver has fallen silent."""
         self._agent = agent
         self._layout = layout
         self._route = route
@@ -243,9 +245,10 @@ class Push:
         if not self._ended.done():
             self._ended.set_result(None)
 
-    def cancelled(self, reason: str) -> None:
+    def cancelled(self, error: TransferError) -> None:
         """Ends the push, because a receiver withdraws the attempt, or its session is lost."""
-        self.abort(reason)
+        self.is_receiver_lost = self.is_receiver_lost or isinstance(error, ReceiverLost)
+        self.abort(str(error))
 
     def taken(self, count: int) -> None:
         """Notes that the decoder has read the first `count` pages of a windowed attempt, which has one rank."""

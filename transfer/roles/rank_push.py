@@ -101,7 +101,7 @@ class FilledLayers:
 class WholePush(Protocol):
     """A `WholePush` pushes the attempt to all its ranks."""
 
-    def cancelled(self, reason: str) -> None:
+    def cancelled(self, error: TransferError) -> None:
         """Gives the attempt up, because the decoder has said something that cannot be true."""
 
     def changed(self, rank: RankPush, error: TransferError | None) -> None:
@@ -210,7 +210,8 @@ class RankPush:
     def taken(self, count: int) -> None:
         """Notes that the decoder has read the first `count` pages. Theirs may be written again."""
         if self._window is not None and count > self._window.count:
-            self._push.cancelled(f"the decoder has taken {count} pages of the {self._window.count} that were written")
+            taken = f"the decoder has taken {count} pages of the {self._window.count} that were written"
+            self._push.cancelled(AttemptLost(taken))
             return
         self._taken = max(self._taken, count)
         self._raise_limit()

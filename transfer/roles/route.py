@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 
 from transfer import wire
-from transfer.errors import PeerLost, TransferError
+from transfer.errors import PeerLost, ReceiverLost, TransferError
 from transfer.roles.session import Session
 
 
@@ -71,7 +71,7 @@ class Route:
                 await self.session.ready()
         except TimeoutError:
             cause = self.session.likely_cause
-            raise PeerLost(f"{self._endpoint.address} did not answer within the attempt's time; {cause}") from None
+            raise ReceiverLost(f"{self._endpoint.address} did not answer within the attempt's time; {cause}") from None
         self._check_rank()
 
     def _check_rank(self) -> None:

@@ -28,7 +28,7 @@ import zmq
 
 from transfer import wire
 from transfer.agents.base import Region, TransferAgent
-from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
+from transfer.errors import AttemptLost, HandshakeRefused, PeerLost, ReceiverLost, ReservationRefused, TransferError
 from transfer.plan.feeds import readers_of
 from transfer.plan.runs import Run, are_within, num_in, numbers_of
 from transfer.plan.spans import SpanMap
@@ -77,7 +77,7 @@ class GrantedPages:
 class PushListener(Protocol):
     """A `PushListener` hears what becomes of the pages of its attempt. It is called on the event loop's thread."""
 
-    def cancelled(self, reason: str) -> None:
+    def cancelled(self, error: TransferError) -> None:
         """Posts nothing more, because the receiver withdraws the attempt, or the session is lost.
 
         Not called for a lost session while pages are asked for there: then `Session.reserve` tells.
@@ -316,7 +316,7 @@ class Session:
         told = {attempt for attempt, ask in self._asks.items() if _fail(ask.grant, error)}
         for attempt, listener in list(self._open.items()):
             if attempt not in told:
-                listener.cancelled(str(error))
+                listener.cancelled(error)
         self._on_lost(self)
 
     def _note_busy(self) -> None:
@@ -366,7 +366,7 @@ class Session:
                 await asyncio.wrap_future(connecting)
         except TimeoutError:
             cause = self.likely_cause
-            self.lose(PeerLost(f"the receiver at {self.address} did not answer the handshake; {cause}"))
+            self.lose(ReceiverLost(f"the receiver at {self.address} did not answer the handshake; {cause}"))
         except TransferError as error:
             self.lose(error)
         if self._lost is None:
@@ -404,7 +404,7 @@ class Session:
                 self.lose(PeerLost("the session was idle"))
                 return
             if time.monotonic() - max(self._heard_sent_at, self._busy_since) > self._patience_s:
-                self.lose(PeerLost(f"the receiver at {self.address} fell silent"))
+                self.lose(ReceiverLost(f"the receiver at {self.address} fell silent"))
             self._beat()
             await asyncio.sleep(self.welcome.heartbeat_s)
 
@@ -499,7 +499,7 @@ class Session:
         self.give_up(attempt, reason)
         listener = self._open.get(attempt)
         if listener is not None:
-            listener.cancelled(reason)
+            listener.cancelled(AttemptLost(reason))
         else:
             self._say_again(attempt)
 

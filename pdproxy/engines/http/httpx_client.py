@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import monotonic
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpcore
 import httpx
@@ -122,7 +123,8 @@ class HttpxLeg:
 
 
 class HttpxClient:
-    """Implements `base.EngineClient` for the instance at `url`, which gets `api_key` with every call.
+    """Implements `base.EngineClient` for the instance at `url`, which gets `api_key` with every call. Other places,
+    which `get` may be given, never get it: they have not asked for it.
 
     Mutable state: httpx's; the tasks that close legs, and connections that are given up; those that this closed and
     httpx lists still; how many of its connections the `descriptors` count.
@@ -147,8 +149,10 @@ class HttpxClient:
             timeout=self._timeout,
             transport=transport,
             trust_env=False,
-            headers={"accept-encoding": "identity"} | ({"authorization": f"Bearer {api_key}"} if api_key else {}),
+            headers={"accept-encoding": "identity"},
         )
+        self._netloc = urlsplit(url).netloc
+        self._key = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._closing: set[asyncio.Task[None]] = set()
         self._given_up: set[httpcore.AsyncConnectionInterface] = set()
         self._gone: set[httpcore.AsyncConnectionInterface] = set()
@@ -181,7 +185,7 @@ class HttpxClient:
             "POST",
             path,
             content=body,
-            headers={"content-type": "application/json", **headers},
+            headers={"content-type": "application/json", **self._key, **headers},
             extensions={"timeout": self._timeout.as_dict(), "trace": progress.note},
         )
         await self._descriptors.room()
@@ -249,10 +253,11 @@ class HttpxClient:
         await self._descriptors.room()
         self._check_open()
         self._begin()
+        key = self._key if path.startswith("/") or urlsplit(path).netloc == self._netloc else None
         try:
             async with (  # httpx's limit is for connecting and for each read: whoever sends byte by byte keeps to it
                 asyncio.timeout(2 * timeout_s),
-                self._http.stream("GET", path, timeout=timeout_s) as response,
+                self._http.stream("GET", path, timeout=timeout_s, headers=key) as response,
             ):
                 pieces = response.aiter_bytes()
                 return response.status_code, await read_whole(lambda: anext(pieces, b""), REPLY)

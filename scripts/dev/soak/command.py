@@ -16,6 +16,7 @@ from pdproxy.config.options import FLEET, Json, Seed, option
 from pdproxy.launch.logs import FileLog
 from pdproxy.launch.supervisor import Supervisor
 from scripts.dev.common.outcome import exit_status, seed_of, show
+from scripts.dev.common.work_folder import work_folder
 from scripts.dev.soak.pressure import (
     PressureFindings,
     make_pressure_report,
@@ -75,10 +76,10 @@ def main(
     )
     console = Console(stderr=True)
     console.print(f"seed {options.seed}", highlight=False)
-    with tempfile.TemporaryDirectory(prefix="pdproxy-soak-") as work_dir:
-        logs = log_dir or Path(work_dir, "logs")
+    with work_folder("pdproxy-soak-") as work_dir:
+        logs = log_dir or work_dir / "logs"
         findings = Findings(options)
-        status = exit_status(_supervise(findings, Path(work_dir), logs, console), console, httpx.HTTPError)
+        status = exit_status(_supervise(findings, work_dir, logs, console), console, httpx.HTTPError)
         is_found = _tell(findings, is_complete=status == 0, json_file=json_file, console=console)
         if log_dir is None and is_found:
             kept = Path(tempfile.mkdtemp(prefix="pdproxy-soak-logs-"))
@@ -98,8 +99,8 @@ def _press(duration_s: float, seed: int, json_file: Path | None) -> int:
             async with Supervisor(log, grace_s=GRACE_S) as supervisor:
                 await supervisor.while_all_live(press(supervisor, findings, work_dir, duration_s))
 
-    with tempfile.TemporaryDirectory(prefix="pdproxy-pressure-") as folder:
-        status = exit_status(run(Path(folder)), console, httpx.HTTPError)
+    with work_folder("pdproxy-pressure-") as folder:
+        status = exit_status(run(folder), console, httpx.HTTPError)
     write_json(json_file, make_pressure_report(findings))
     make_pressure_table(findings).print_to(console)
     wrong = pressure_problems(findings)

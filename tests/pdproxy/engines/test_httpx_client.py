@@ -210,6 +210,15 @@ async def test_proxies_of_the_environment_are_none_of_its_business(make: Make, m
         assert await answer(client) == (200, b"hi")
 
 
+async def test_the_key_is_for_the_engine_alone(make: Make) -> None:
+    """A bootstrap server at another port has not asked for it, and whoever listens there need not be the engine."""
+    async with talking_to(always(OK), make, api_key="secret") as (peer, client), raw_peer(always(OK)) as other:
+        for url in ("/x", f"http://127.0.0.1:{peer.port}/x", f"http://127.0.0.1:{other.port}/x?a=1"):
+            assert await client.get(url, timeout_s=2) == (200, b"hi")
+        assert [b"bearer secret" in one.lower() for one in (*peer.requests, *other.requests)] == [True, True, False]
+        assert other.requests[0].startswith(b"GET /x?a=1 HTTP/1.1\r\n")
+
+
 async def test_ipv6(make: Make) -> None:
     async with raw_peer(always(OK), host="::1") as peer:
         client = make(f"http://[::1]:{peer.port}", connect_timeout_s=2)

@@ -18,7 +18,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pdproxy.loadtest.command import DISTRUSTED, UNANSWERED, app
+from pdproxy.loadtest.command import DISTRUSTED, UNANSWERED, UNMET, app
 from pdproxy.loadtest.record import read_run, write_run
 from tests.fakes.measured_runs import health, lively_run, record, run_of
 from tests.fakes.stub_openai import StubOpenAI, Visit, stub_openai
@@ -101,6 +101,16 @@ def test_a_sweep_looks_at_one_rate_after_the_other(tmp_path: Path) -> None:
     assert "up to 60.0 requests/s met E2E p50 < 20 s" in result.output
     assert [one.name for one in sorted(tmp_path.glob("*.jsonl"))] == ["rate-00030.000.jsonl", "rate-00060.000.jsonl"]
     assert "Goodput against rate" in (tmp_path / "report.html").read_text()
+
+
+def test_a_sweep_in_which_no_rate_met_the_target_fails_and_says_so(tmp_path: Path) -> None:
+    words = ["--sweep", "--rate", "30", "--max-runs", "2", "--duration", "0.5", "--warmup", "0.1"]
+    words += ["--prompt", "20", "--answer", "2", "--slo", "e2e:p50<0.000001"]
+    with address() as stub:
+        result = loadtest("run", stub.url, *words, *LENIENT, folder=tmp_path)
+    assert result.exit_code == UNMET, result.output
+    assert "no rate met the target, down to 15.0 requests/s" in result.output
+    assert (tmp_path / "report.html").exists()
 
 
 def test_a_generator_that_was_late_does_not_vouch_for_its_figures(tmp_path: Path) -> None:

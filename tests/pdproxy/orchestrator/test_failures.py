@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
 from pdproxy.engines.http.base import EngineBroken, EngineUnreachable
+from pdproxy.errors import NeverFits
 from tests.fakes.fake_engine import BROKEN, FakeEngine, FakeReply, error_reply
 from tests.fakes.proxy_harness import Answer, proxy_in_front_of, until
 
@@ -213,6 +215,24 @@ async def test_502_that_does_not_say_what_became_of_the_kv(body: list[bytes | Ex
         prefiller, decoder = house.proxy.pool.instances
         assert not prefiller.is_routable
         assert not decoder.is_suspected
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [("/v1/completions", {}, "prompt"), (CHAT, {"messages": [{"role": "user", "content": "hi"}]}, "messages")],
+)
+async def test_what_never_fits_is_told_by_the_field_that_the_client_has_sent(
+    path: str, body: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The admission knows pages, and not what the client has asked."""
+    async with proxy_in_front_of() as house:
+
+        def bind_now(demand: object) -> None:
+            raise NeverFits(5, 2)
+
+        monkeypatch.setattr(house.proxy.orchestrator._admission, "bind_now", bind_now)
+        answer = await house.post(path, **body)
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", field)
 
 
 async def test_no_retries_means_none() -> None:

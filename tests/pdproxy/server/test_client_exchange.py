@@ -10,11 +10,11 @@ import pytest
 
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest
 from pdproxy.orchestrator.context import Client
-from pdproxy.server.connection import MAX_HEAD_BYTES, MAX_PIPELINED
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.headers import ClientHeaders
 from pdproxy.server.response_head import ResponseHeadWriter
 from tests.fakes.front_door import FrontDoor, echo, make_door, post, stream_echo, wired
+from transfer.bounded_connection import MAX_HEAD_BYTES, MAX_PIPELINED
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: proxy\r\ntransfer-encoding: chunked\r\n\r\n"
 

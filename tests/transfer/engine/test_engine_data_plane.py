@@ -50,7 +50,7 @@ async def test_answers_are_as_from_a_thread_before_and_after_it_has_died(folder:
         with pytest.raises(TransferError, match="status -9"):
             await leg
         await until(lambda: home.num_lives == 2)
-        assert pair.prefiller.is_healthy()
+        assert pair.prefiller.fault() is None
         for each in (new_job(3 * CHUNK, seed=1), job):
             assert await pair.answer(each) == pair.expected(each)
 

@@ -875,4 +875,5 @@ async def test_health_and_statistics(client: httpx.AsyncClient, core: ScriptedCo
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/statistics")).json() == {"num_lent": 0}
     core.healthy = False
-    assert (await client.get("/health")).status_code == 503
+    answer = await client.get("/health")
+    assert (answer.status_code, answer.json()) == (503, {"status": "failed", "reason": "its thread has ended"})

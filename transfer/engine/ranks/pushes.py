@@ -68,6 +68,10 @@ class RanksPush:
     def failure(self) -> str | None:
         return self._own.failure
 
+    @property
+    def error(self) -> TransferError | None:
+        return self._own.error
+
     def layers_filled(self, ordinal: int, local_page: int, first_layer: int, end_layer: int) -> None:
         """Sends layers of this rank's heads. The others send theirs when they have computed them. Any thread may call
         this."""

@@ -32,6 +32,9 @@ def can_reach(url: str) -> bool:
 class Http1Client:
     """Implements `base.EngineClient` for the instance at `url`, which gets `api_key` with every call.
 
+    Other places, such as a bootstrap server at another port, never get the key: they have not asked for it, and whoever
+    listens there need not be the engine.
+
     Raises `ValueError` for a `url` that it cannot reach. Mutable state: the places that were called besides `url`;
     whether it is closed.
     """
@@ -48,8 +51,8 @@ class Http1Client:
             raise ValueError(f"not an address of HTTP in clear text: {url}")
         self._connect_timeout_s = connect_timeout_s
         self._descriptors = descriptors or DescriptorBudget()
-        self._standing = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._home = self._place(url)
+        self._home = self._place(url, {"authorization": f"Bearer {api_key}"} if api_key else {})
+        self._netloc = urlsplit(url).netloc
         self._path = urlsplit(url).path.rstrip("/")
         self._others: dict[str, Place] = {}
         self._is_closed = False
@@ -114,14 +117,17 @@ class Http1Client:
         if not can_reach(path):
             raise EngineUnreachable(f"not an address of HTTP in clear text: {path}")
         parts = urlsplit(path)
+        target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+        if parts.netloc == self._netloc:
+            return self._home, target
         if parts.netloc not in self._others:
-            self._others[parts.netloc] = self._place(path)
-        return self._others[parts.netloc], f"{parts.path}?{parts.query}" if parts.query else parts.path
+            self._others[parts.netloc] = self._place(path, {})
+        return self._others[parts.netloc], target
 
-    def _place(self, url: str) -> Place:
+    def _place(self, url: str, standing: Mapping[str, str]) -> Place:
         parts = urlsplit(url)
         origin = Origin(parts.hostname or "", parts.port or _DEFAULT_PORT, self._descriptors)
-        return origin, HeadWriter(parts.netloc, self._standing)
+        return origin, HeadWriter(parts.netloc, standing)
 
 
 def _ask(connection: Connection, head: bytes, body: bytes) -> Http1Leg:
