@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def pytest_configure() -> None:
     """Raises `StaleError` where compiled modules would be tested instead of their sources' last edition."""
     is_compiled()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where each process has a file at a time, one that crashes is replaced, and the others' files are run."""
+    from tests.helpers.by_file import ByFile
+
+    return ByFile(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ WINDOWED = ("gemma3", "mistral", "gpt_oss", "llama4")
 LAYERS_PER_PAGE = {"llama": 4, "gemma3": 2, "mistral": 4, "llama4": 3}
 
 
+@cache
+def reference(folder: Path) -> Any:
+    """The model as transformers runs it, which nobody changes."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+
 @dataclass
 class Leg:
     """A prompt that is being pushed, and what the prefiller said of it."""
@@ -42,7 +49,7 @@ class Pair:
 
     def __init__(self, folder: Path, prefiller: Engine, decoder: Engine) -> None:
         self.prefiller, self.decoder = prefiller, decoder
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        self._model = reference(folder)
         self._context = zmq.asyncio.Context()
         self.proxy = Proxy(self._context)
 

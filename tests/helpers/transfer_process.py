@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
 import tests.helpers.preload_nixl  # noqa: F401 (once for all that are forked)
@@ -118,9 +119,9 @@ class End:
 class ReceivingEnd(End):
     """Listens on `port`; 0: any."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, writer_timeout_s: float = WRITER_TIMEOUT_S) -> None:
         super().__init__(receives=True)
-        config = ReceiverConfig(port=port, heartbeat_s=HEARTBEAT_S, writer_timeout_s=WRITER_TIMEOUT_S)
+        config = ReceiverConfig(port=port, heartbeat_s=HEARTBEAT_S, writer_timeout_s=writer_timeout_s)
         self.receiver = Receiver(self.agent, self.slab, IDENTITY, config)
         self.receiver._reservations = self.pages = Canaries(self.slab)
         self.is_taken, self.may_go_on = asyncio.Event(), asyncio.Event()
@@ -207,6 +208,15 @@ class ReceivingEnd(End):
         """Epochs of those who may be writing."""
         return [self.receiver._peers[writer].epoch for writer in self.pages.writers]
 
+    async def was_silent(self, epoch: str) -> None:
+        """As if a sender that has an attempt had not been heard for just as long as it may be silent."""
+        receiver = self.receiver
+        for writer, peer in receiver._peers.items():
+            if peer.epoch == epoch and writer in receiver._last_heard:
+                receiver._last_heard[writer] = receiver._clock() - receiver._config.writer_timeout_s
+        receiver._reset_timer()
+        receiver._on_time()
+
     async def sender_ended(self, epoch: str) -> bool:
         return self.receiver.sender_ended(epoch)
 
@@ -253,8 +263,13 @@ class SendingEnd(End):
         self.num_filled[attempt] += len(pages)
         self.pushes[attempt].pages_filled(range(first, first + len(pages)), pages)
 
-    async def fill_and_stop(self, attempt: str, pages: list[int]) -> None:
-        """As `fill`, and stand still in the middle of the write. Returns where that was over before it was seen."""
+    async def fill_and_stop(self, attempt: str, pages: list[int], fence_s: float) -> None:
+        """As `fill`, and stand still in the middle of the write, whose fence passes in `fence_s` seconds at the latest.
+        Returns where the write was over before it was seen."""
+        for rank in self.pushes[attempt]._ranks:
+            welcome: asyncio.Future[wire.Welcome] = asyncio.get_running_loop().create_future()
+            welcome.set_result(msgspec.structs.replace(rank.session.welcome, writer_timeout_s=2 * fence_s))
+            rank.session._welcome = welcome
         nixl = self.agent._nixl
         post, is_posted = nixl.transfer, threading.Event()
 

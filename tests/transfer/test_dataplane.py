@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -58,18 +58,26 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Pair:
-    """A decoder on this event loop, and a data plane whose local page i is filled with i + 1."""
+    """A decoder on this event loop, and a data plane whose local page i is filled with i + 1.
 
-    def __init__(self, kind: str, name: str) -> None:
+    The data plane of `other`, and its slab, are used where there is one that nobody has closed.
+    """
+
+    def __init__(self, kind: str, name: str, other: Pair | None = None) -> None:
         self._names = iter(range(1_000))
         self._name = name
         self.agent = NixlAgent(f"decoder of {name}", receives=True)
         self.received = PagedBuffer(NUM_PAGES, PAGE_BYTES)
         self.receiver = Receiver(self.agent, self.received, IDENTITY, CONFIG)
-        self.slab = PagedBuffer(64, PAGE_BYTES, is_shared=True)
+        self.is_started = other is not None and other.plane.over is None
+        self.keeps_plane = False
+        self.slab = other.slab if other and self.is_started else PagedBuffer(64, PAGE_BYTES, is_shared=True)
         for page in range(64):
             self.slab.pages[page] = page + 1
         self.home: Any
+        if other and self.is_started:
+            self.home, self.plane = other.home, other.plane
+            return
         if kind == "process":
             self.home = OwnProcess(f"prefiller of {name}", self.slab, IDENTITY)
         else:
@@ -79,7 +87,8 @@ class Pair:
 
     async def start(self) -> None:
         await self.receiver.start()
-        await done(self.plane.start())
+        if not self.is_started:
+            await done(self.plane.start())
 
     def open(self, num_pages: int = 2, timeout_s: float = 30.0) -> PlanePush:
         attempt = f"{self._name}-{next(self._names)}"
@@ -110,7 +119,8 @@ class Pair:
         self.receiver.reservations.check_integrity()
 
     async def aclose(self) -> None:
-        await asyncio.to_thread(self.plane.close)
+        if not self.keeps_plane:
+            await asyncio.to_thread(self.plane.close)
         await self.receiver.aclose()
         await asyncio.to_thread(self.agent.close)
 
@@ -121,17 +131,31 @@ async def done(future: Any) -> Any:
 
 
 @asynccontextmanager
-async def pair_of(kind: str, name: str) -> AsyncIterator[Pair]:
+async def pair_of(kind: str, name: str, other: Pair | None = None) -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
-        pair = Pair(kind, name)
+        pair = Pair(kind, name, other)
         stack.push_async_callback(pair.aclose)
         await pair.start()
         yield pair
 
 
+@pytest.fixture(scope="module")
+def before() -> Iterator[list[Pair]]:
+    """The last pair whose data plane is a process, which takes seconds to start: the next test goes on with it."""
+    before: list[Pair] = []
+    yield before
+    for pair in before:
+        pair.plane.close()
+
+
 @pytest.fixture(params=["thread", "process"])
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    async with pair_of(request.param, request.node.name) as made:
+async def pair(request: pytest.FixtureRequest, before: list[Pair]) -> AsyncIterator[Pair]:
+    is_process = request.param == "process"
+    other = before[-1] if before and is_process else None
+    async with pair_of(request.param, request.node.name, other) as made:
+        made.keeps_plane = is_process
+        if is_process:
+            before[:] = [made]
         yield made
         await made.all_free()
 

@@ -19,6 +19,11 @@ from transfer.errors import TransferError
 pytestmark = pytest.mark.engine
 
 
+@pytest.fixture(autouse=True)
+def lane_is_measured_once() -> None:
+    """Here it is measured at every start, as it is outside the tests."""
+
+
 def new_engine(folder: Path, device: str = "cpu") -> Engine:
     sizes = {"pd_buffer_size": 1 << 20, "kv_cache_size": 1 << 20}
     return Engine(EngineSettings(role="both", model=folder, chunk_size=4, threads=1, device=device, **sizes))
