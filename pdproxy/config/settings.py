@@ -168,6 +168,13 @@ class Settings(BaseSettings):
     engine_lease_s: Seconds | None = setting(
         None, "Time after which an engine drops KV that nobody asks for; default: what is usual for its kind"
     )
+    drain_grace_s: float = setting(
+        5.0,
+        "Time after SIGTERM in which new requests are still served, while /ready says 503 so that load balancers "
+        "stop sending",
+        ge=0,
+        allow_inf_nan=False,
+    )
     drain_timeout_s: Seconds = setting(30.0, "Longest time for running requests at shutdown")
     probe_interval_s: Seconds = setting(5.0, "Time between two looks at an instance")
     probe_timeout_s: Seconds = setting(5.0, "Longest time for one look at an instance")

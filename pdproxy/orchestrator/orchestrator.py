@@ -126,14 +126,20 @@ class Orchestrator:
         self._observer = observer
         self._descriptors = descriptors
         self._clock = clock
-        # State: the requests under way; whether new ones are taken; the number of streams taken over from a lost
-        # decoder; an event for those who wait until the last request has ended.
+        # State: the requests under way; whether clients are to go elsewhere; whether new requests are taken; the number
+        # of streams taken over from a lost decoder; an event for those who wait until the last request has ended.
         self._contexts: set[RequestContext] = set()
+        self._is_leaving = False
         self._is_draining = False
         self._num_continued = 0
         self._idle: asyncio.Event | None = None
 
     # ── from outside ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_leaving(self) -> bool:
+        """Tells whether clients are asked to go elsewhere. Those who do not are served until it `is_draining`."""
+        return self._is_leaving
 
     @property
     def is_draining(self) -> bool:
@@ -157,9 +163,13 @@ class Orchestrator:
         """Number of times that another decoder was asked to go on with a stream."""
         return self._num_continued
 
+    def leave(self) -> None:
+        """Has clients told from now on that they should go elsewhere. New requests are still served."""
+        self._is_leaving = True
+
     def stop_accepting(self) -> None:
         """Has new requests answered with 503 from now on."""
-        self._is_draining = True
+        self._is_leaving = self._is_draining = True
 
     def abort_all(self) -> None:
         """Ends every request now; each client is told."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import select
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.config import Config
@@ -62,11 +63,14 @@ class ClientConnection(HttpToolsProtocol):
         routes: DirectRoutes,
         memory: MemoryBudget,
         descriptors: DescriptorBudget | None = None,
+        is_leaving: Callable[[], bool] | None = None,
     ) -> None:
+        """Takes `is_leaving`, which tells whether connections end with their next answer, because the proxy does."""
         super().__init__(config, server_state, app_state, _loop)
         self.heads = ResponseHeadWriter(server_state)
         self._routes = routes
         self._descriptors = descriptors
+        self._is_leaving = is_leaving
         self._turn: Exchange | None = None
         self._is_in_head = False
         self._is_past_head = False
@@ -78,9 +82,11 @@ class ClientConnection(HttpToolsProtocol):
         self._unsent = memory.share()
 
     @property
-    def is_crowded(self) -> bool:
+    def ends_soon(self) -> bool:
         descriptors = self._descriptors
-        return descriptors is not None and (descriptors.is_short or descriptors.is_tight)
+        if descriptors is not None and (descriptors.is_short or descriptors.is_tight):
+            return True
+        return self._is_leaving is not None and self._is_leaving()
 
     def rests_since(self) -> float | None:
         """Returns since when nothing is under way, on the loop's clock; None where something is, or where the
@@ -207,6 +213,8 @@ class ClientConnection(HttpToolsProtocol):
         usual, self.app = self.app, app
         super().on_headers_complete()
         self.app = usual
+        if self._is_leaving is not None and self._is_leaving():
+            self.cycle.keep_alive = False
         if self.pipeline:
             self._watch_client()
 
