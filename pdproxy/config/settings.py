@@ -200,6 +200,7 @@ class Settings(BaseSettings):
         "default: a quarter of what this process may have",
     )
     max_prompt_bytes: ByteSize = setting(4 * 2**20, "Largest prompt or messages, where they are text")
+    max_prompts: int = setting(2048, "Most prompts of one body of /v1/completions", ge=1)
     max_event_bytes: ByteSize = setting(
         8 * 2**20, "Largest event of an engine's stream, and most bytes of a stream before its first token", ge=2**16
     )

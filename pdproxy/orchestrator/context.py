@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
@@ -109,6 +110,7 @@ class RequestContext:
         "shape",
         "stream",
         "tokenize_s",
+        "turn",
     )
 
     def __init__(
@@ -122,11 +124,14 @@ class RequestContext:
         *,
         max_answer_bytes: int,
         as_stream: GenerationRequest | None = None,
+        turn: asyncio.Lock | None = None,
     ) -> None:
         """Takes `limit_s`, the seconds for everything, all attempts together. `max_answer_bytes` is the most bytes of a
         whole answer. `as_stream` is the request as engines may
-        be asked it, where the client wants a whole answer that can be put together from a stream."""
+        be asked it, where the client wants a whole answer that can be put together from a stream. `turn` is held by
+        those who stand in line for pages, where only one of several prompts may."""
         self._clock = clock
+        self.turn = turn
         self.request = request
         self.as_stream = as_stream
         self.assembled: AssembledAnswer | None = None
