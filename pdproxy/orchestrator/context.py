@@ -148,7 +148,7 @@ class RequestContext:
         self.record = record
         self.stream = stream
         self.limit_s = limit_s
-        self.limit = Deadline(limit_s, self._why_cut_short)
+        self.limit = Deadline(limit_s, self.why_cut_short)
         """The time limit of the whole request."""
         self.is_aborted = False
         self.avoid: frozenset[str] = frozenset()
@@ -165,7 +165,8 @@ class RequestContext:
         self.is_aborted = True
         self.limit.cut()
 
-    def _why_cut_short(self) -> ProxyError:
+    def why_cut_short(self) -> ProxyError:
+        """Returns the error of a request whose limit was cut."""
         if self.is_aborted:
             return Draining("the proxy is shutting down", retry_after_s=5.0)
         return DeadlineExceeded(f"the request took longer than {self.limit_s:g} s")

@@ -331,7 +331,9 @@ class Orchestrator:
             book(record, error)
             raise
         except BaseException:
-            # Cancelled: because another prompt has failed, or the client has gone, or time is over for all.
+            # Cancelled: because time is over for all, or another prompt has failed, or the client has gone.
+            if prompts.context.limit.is_cut:
+                book(record, prompts.context.why_cut_short())
             record.end(Outcome.CLIENT_GONE if prompts.failure is None else Outcome.FAILED)
             raise
         finally:

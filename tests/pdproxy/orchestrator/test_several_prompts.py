@@ -139,6 +139,9 @@ async def test_all_prompts_have_one_deadline() -> None:
         answer = await house.post(prompt=[[1] * 48] * 5, timeout=0.1)
         assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
         assert house.prefiller.closed == ["/v1/completions"]
+        assert {(one["outcome"], one["error"]) for one in house.proxy.recent.facts()} == {
+            ("failed", "deadline_exceeded")
+        }
 
 
 # ── failures ────────────────────────────────────────────────────────────────────────────────────────────────────────
