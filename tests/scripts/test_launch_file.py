@@ -223,7 +223,7 @@ launch = {launch}
         )
         said = text.replace("[[", 'first_token = "decoder"\npd_buffer_size = "1GiB"\n[[', 1)
         whole = plan(write(said))
-        assert whole.proxy.command[6:] == ("--chunk-size", "256", "--tp-size", "1")
+        assert whole.proxy.command[8:] == ("--chunk-size", "256", "--tp-size", "1")
         assert "pd_proxy_port: 7500" in whole.files["p.yaml"]
         assert "skip_last_n_tokens" not in line(whole.engines[1])
 
