@@ -166,7 +166,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         pool=pool,
         board=board,
         reaper=reaper.statistics,
-        num_in_flight=lambda: orchestrator.num_requests,
+        num_in_flight=lambda: len(orchestrator.records()),
         retries=retries.statistics,
         num_continued=lambda: orchestrator.num_continued,
         num_malformed=lambda: signals.num_malformed,
@@ -284,6 +284,7 @@ def make_orchestrator(
         retries=settings.retries,
         continue_limit=settings.continue_limit if settings.continue_streams else 0,
         max_answer_bytes=settings.max_answer_bytes,
+        max_prompts=settings.max_prompts,
         assemble=settings.assemble,
         assemble_min_tokens=settings.assemble_min_tokens,
     )

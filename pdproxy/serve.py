@@ -1,13 +1,15 @@
 """Server is the process around the app: sockets, uvicorn, signals, and an end in order.
 
-The first signal that ends it finishes what runs, the second ends it now. SIGHUP reads the fleet's file again, and
-SIGUSR1 tells in the log what runs.
+The first signal that ends it finishes what runs, the second ends it now. Where the first comes from a process manager,
+new requests are still served for a while, in which load balancers notice that the proxy leaves. SIGHUP reads the
+fleet's file again, and SIGUSR1 tells in the log what runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import threading
@@ -54,7 +56,8 @@ class Server(uvicorn.Server):
     that cannot be used.
 
     Mutable state, besides uvicorn's: `_loop`, once it runs; whether it has the process to itself; when it was first
-    asked to end, on the monotonic clock; until when no client is looked for that could be given up.
+    asked to end, and when it ends by that, on the monotonic clock (infinite while nobody has asked); until when no
+    client is looked for that could be given up.
     """
 
     def __init__(self, proxy: Proxy) -> None:
@@ -69,6 +72,7 @@ class Server(uvicorn.Server):
                     routes=proxy.app.direct,
                     memory=proxy.memory,
                     descriptors=proxy.descriptors,
+                    is_leaving=lambda: proxy.orchestrator.is_leaving,
                 ),
                 log_config=None,
                 access_log=False,
@@ -84,7 +88,8 @@ class Server(uvicorn.Server):
         self._proxy = proxy
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_alone = False
-        self._ends_since = 0.0
+        self._asked_at = math.inf
+        self._ends_at = math.inf
         self._no_spare_until = 0.0
         proxy.descriptors.give_up_client = self._give_up_client
 
@@ -162,11 +167,18 @@ class Server(uvicorn.Server):
         """Takes a signal in the signal handler: it only sets flags, and tells the loop. An end in order is exit status
         0."""
         now = time.monotonic()
-        if not self.should_exit:
-            self.should_exit, self._ends_since = True, now
+        if self._asked_at == math.inf:
+            # A person who presses Ctrl-C waits for the end, and no load balancer has to be told.
+            grace_s = 0.0 if sig == signal.SIGINT else self._proxy.settings.drain_grace_s
+            self._asked_at, self._ends_at = now, now + grace_s
+            if self._loop is None or not self.started or grace_s == 0.0:
+                self.should_exit = True
+            else:
+                self._loop.call_soon_threadsafe(self._leave, grace_s, context=Context())
             return
-        if sig != signal.SIGINT and now - self._ends_since < REPEATED_S:
+        if sig != signal.SIGINT and now - self._asked_at < REPEATED_S:
             return  # the same wish once more; a person who presses Ctrl-C twice has another
+        self.should_exit = True
         if self._loop is not None:
             self.force_exit = True
             self._loop.call_soon_threadsafe(self._abort)
@@ -187,7 +199,18 @@ class Server(uvicorn.Server):
         for line in what_runs(self._proxy.orchestrator, self._proxy.pool):
             log.warning("%s", line)
 
+    def _leave(self, grace_s: float) -> None:
+        self._proxy.orchestrator.leave()
+        log.info("leaving: new requests are served for %g s more, while /ready says 503", grace_s)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Looks, ten times a second, whether it is time to shut down."""
+        if time.monotonic() >= self._ends_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
     def _abort(self) -> None:
+        self._proxy.orchestrator.stop_accepting()  # so that nobody who comes now is waited for after all
         self._proxy.orchestrator.abort_all()
         self._proxy.hurry()
 

@@ -76,6 +76,8 @@ def test_serve(environment: dict[str, str], tiny_model: Callable[..., Path], tmp
         "--proxy-port",
         str(notify),
         *engines,
+        "--drain-grace-s",
+        "0",
     ]
     with (tmp_path / "proxy.log").open("wb") as log:
         proxy = subprocess.Popen([*command, "--model", str(tiny_model())], env=environment, stdout=log, stderr=log)

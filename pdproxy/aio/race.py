@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from pdproxy.aio.callback_event import CallbackEvent
@@ -63,6 +63,20 @@ async def run_alongside(companion: Callable[[], Coroutine[Any, Any, object]], wo
         await beside_it.end()
 
 
+async def end_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancels the tasks and waits until they have ended, even if the caller is cancelled meanwhile."""
+    for task in tasks:
+        task.cancel()
+    interrupted: asyncio.CancelledError | None = None
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
 class _Companion:
     """A `_Companion` runs the companion in a task. Mutable state: the task, until it has ended; the error it failed
     with.
@@ -86,14 +100,5 @@ class _Companion:
     async def end(self) -> None:
         """Cancels the companion and waits until it has ended, even if the caller is cancelled meanwhile. Idempotent."""
         task, self._task = self._task, None
-        if task is None:
-            return
-        task.cancel()
-        interrupted: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError as error:
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
+        if task is not None:
+            await end_all([task])

@@ -169,6 +169,13 @@ class Settings(BaseSettings):
     engine_lease_s: Seconds | None = setting(
         None, "Time after which an engine drops KV that nobody asks for; default: what is usual for its kind"
     )
+    drain_grace_s: float = setting(
+        5.0,
+        "Time after SIGTERM in which new requests are still served, while /ready says 503 so that load balancers "
+        "stop sending",
+        ge=0,
+        allow_inf_nan=False,
+    )
     drain_timeout_s: Seconds = setting(30.0, "Longest time for running requests at shutdown")
     probe_interval_s: Seconds = setting(5.0, "Time between two looks at an instance")
     probe_timeout_s: Seconds = setting(5.0, "Longest time for one look at an instance")
@@ -194,6 +201,7 @@ class Settings(BaseSettings):
         "default: a quarter of what this process may have",
     )
     max_prompt_bytes: ByteSize = setting(4 * 2**20, "Largest prompt or messages, where they are text")
+    max_prompts: int = setting(2048, "Most prompts of one body of /v1/completions", ge=1)
     max_event_bytes: ByteSize = setting(
         8 * 2**20, "Largest event of an engine's stream, and most bytes of a stream before its first token", ge=2**16
     )

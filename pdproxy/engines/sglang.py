@@ -110,6 +110,7 @@ class SglangAdapter:
             # Its streams have shown the beginning of a stop string by the time at which its whole answers cut it off.
             streams_whole=None,
             serves_alone=False,
+            takes_several_prompts=True,
         )
 
     # ── looking at it ──

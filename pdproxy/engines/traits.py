@@ -66,6 +66,10 @@ class EngineTraits:
 
     Otherwise every request goes through both legs.
     """
+    takes_several_prompts: bool = False
+    """Tells that one attempt can hand over the KV of several prompts. Otherwise each prompt of a body gets an attempt
+    of its own.
+    """
     kv_lost_code: str | None = None
     """The code in a prefiller's error object, under HTTP 502, where its KV did not reach the decoder, whichever of them
     is at fault; None where the kind has no code for that.

@@ -15,7 +15,7 @@ from pdproxy.config.settings import Settings
 from pdproxy.errors import ConfigError
 from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.file_engines import FileEngines
-from pdproxy.launch.fleet_plan import PROXY, FleetPlan, patience
+from pdproxy.launch.fleet_plan import PROXY, FleetPlan, drain_s, no_grace, patience
 from pdproxy.launch.kinds import KINDS
 from pdproxy.launch.machine import Machine, environment
 from pdproxy.launch.options import EVERYWHERE, RunOptions, authority
@@ -39,7 +39,8 @@ def plan_file(
         url = _url(settings)
     except (ConfigError, PreflightError) as error:
         raise PreflightError(f"{path}: {error}") from None
-    command = (sys.executable, "-m", "pdproxy", "serve", "--config", str(path), *options, *proxy_args)
+    serve = (sys.executable, "-m", "pdproxy", "serve", "--config", str(path), *no_grace(settings))
+    command = (*serve, *options, *proxy_args)
     timeout_s = max(KINDS[one.engine].timeout_s for one in local) if local else KINDS["builtin"].timeout_s
     return FleetPlan(
         engines=engines,
@@ -52,7 +53,7 @@ def plan_file(
         folder=maker.folder,
         tiny_model=maker.tiny_model,
         timeout_s=timeout_s * patience(len(engines), machine),
-        drain_s=settings.drain_timeout_s,
+        drain_s=drain_s(settings),
     )
 
 

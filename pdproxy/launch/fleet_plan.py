@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdproxy.config import settings as config
+from pdproxy.config.settings import Settings
 from pdproxy.config.values import Role
 from pdproxy.errors import ConfigError
 from pdproxy.launch.errors import PreflightError
@@ -111,7 +112,7 @@ def plan_fleet(options: FleetOptions, machine: Machine) -> FleetPlan:
         folder=options.folder,
         tiny_model=options.tiny_model if options.model is None else None,
         timeout_s=kind.timeout_s * patience(len(engines), machine),
-        drain_s=_drain_s(options.proxy_args),
+        drain_s=drain_s(_settings(options.proxy_args)),
     )
 
 
@@ -174,6 +175,7 @@ def _proxy(options: FleetOptions, machine: Machine) -> Program:
     """Returns the proxy's program. It is ready only once a request would succeed, which takes the engines."""
     command = (
         *(sys.executable, "-m", "pdproxy", "serve", "--config", str(options.folder / CONFIG)),
+        *no_grace(_settings(options.proxy_args)),
         *("--model", str(options.model_path), "--host", options.host, "--port", str(options.port)),
         *("--proxy-host", options.host, "--proxy-port", str(options.notify_port)),
         *KINDS[options.engine].proxy_options(options),
@@ -182,11 +184,21 @@ def _proxy(options: FleetOptions, machine: Machine) -> Program:
     return Program(name=PROXY, command=command, ready_url=f"{options.url}/ready", env=environment("cpu", machine))
 
 
-def _drain_s(proxy_args: Sequence[str]) -> float:
-    """Returns the proxy's time to drain in seconds. Raises `PreflightError` for options that the proxy would not
-    take."""
+def no_grace(settings: Settings) -> tuple[str, ...]:
+    """Returns the flags with which a proxy does not wait for load balancers when it is asked to end: whoever ends a
+    launch ends the engines too. There are none where the user has said how long it waits."""
+    return () if "drain_grace_s" in settings.model_fields_set else ("--drain-grace-s", "0")
+
+
+def drain_s(settings: Settings) -> float:
+    """Returns the seconds that a launch's proxy may take from SIGTERM on until it has ended what is under way."""
+    return settings.drain_timeout_s + (0.0 if no_grace(settings) else settings.drain_grace_s)
+
+
+def _settings(proxy_args: Sequence[str]) -> Settings:
+    """Returns the proxy's settings. Raises `PreflightError` for options that the proxy would not take."""
     try:
-        return config.load(proxy_args).drain_timeout_s
+        return config.load(proxy_args)
     except ConfigError as error:
         raise PreflightError(f"--proxy-args: {error}") from None
 

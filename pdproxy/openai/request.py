@@ -115,8 +115,8 @@ class _Options(msgspec.Struct):
     return_token_ids: msgspec.Raw = _NULL
 
 
-class _Prompt(msgspec.Struct):
-    """A `_Prompt` says what kind of prompt a body has."""
+class Prompt(msgspec.Struct):
+    """A `Prompt` says what kind of prompt a body has."""
 
     kind: PromptKind
     num_bytes: int
@@ -177,6 +177,10 @@ class GenerationRequest:
     """The priority within the operator's limits. A higher number goes first."""
 
     @property
+    def num_prompts(self) -> int:
+        return self.num_sequences // self.n
+
+    @property
     def is_chat(self) -> bool:
         return self.prompt_kind is _CHAT
 
@@ -227,7 +231,7 @@ def parse(
     options = _options_of(given, body)
     wants = options.stream_options
     _refuse(wants is not None and not options.stream, "stream_options", "stream_options needs stream: true")
-    prompt = _chat(_required(given, "messages")) if endpoint == CHAT else _completion(_required(given, "prompt"))
+    prompt = _chat(_required(given, "messages")) if endpoint == CHAT else prompt_of(_required(given, "prompt"))
     n, best_of = _count(options.n, "n") or 1, _count(options.best_of, "best_of") or 1
     n = n if n > best_of else best_of
     return GenerationRequest(
@@ -390,24 +394,29 @@ def _refuse(condition: bool, param: str, message: str) -> None:
 # ── its prompt ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _completion(raw: msgspec.Raw) -> _Prompt:
-    """Returns the kind of a completion's prompt. The usual kinds are told by their bytes, without reading the JSON."""
+def prompt_of(raw: msgspec.Raw) -> Prompt:
+    """Returns the kind of a completion's prompt. The usual kinds are told by their bytes, without reading the JSON.
+
+    Raises `InvalidRequest`.
+    """
     view = memoryview(raw)
     num_bytes = len(view)
     if view[0] == _QUOTE:
-        return _Prompt(_TEXT, num_bytes)
+        return Prompt(_TEXT, num_bytes)
     if num_ids := _count_ids(bytes(view)):
-        return _Prompt(_IDS, num_bytes, num_ids=num_ids)
+        return Prompt(_IDS, num_bytes, num_ids=num_ids)
     prompt: Any = _read(_prompt, raw, "prompt")
     _refuse(not prompt, "prompt", "prompt is empty")
     kinds = {type(part) for part in prompt}
     _refuse(len(kinds) > 1, "prompt", "prompt mixes text, ids and lists of ids")
     if kinds == {int}:
-        return _Prompt(_IDS, num_bytes, num_ids=len(prompt))
+        return Prompt(_IDS, num_bytes, num_ids=len(prompt))
     if len(prompt) > 1:
-        return _Prompt(_BATCH, num_bytes, num_prompts=len(prompt))
+        empty = prompt.index([]) if [] in prompt else None
+        _refuse(empty is not None, f"prompt[{empty}]", f"prompt[{empty}] is empty")
+        return Prompt(_BATCH, num_bytes, num_prompts=len(prompt))
     _refuse(prompt[0] == [], "prompt[0]", "prompt[0] is empty")
-    return _Prompt(_TEXT, num_bytes) if kinds == {str} else _Prompt(_IDS, num_bytes, num_ids=len(prompt[0]))
+    return Prompt(_TEXT, num_bytes) if kinds == {str} else Prompt(_IDS, num_bytes, num_ids=len(prompt[0]))
 
 
 def _count_ids(prompt: bytes) -> int:
@@ -423,11 +432,11 @@ def _count_ids(prompt: bytes) -> int:
     return num_commas + 1 if is_flat and not has_long_integer(prompt) else 0
 
 
-def _chat(raw: msgspec.Raw) -> _Prompt:
+def _chat(raw: msgspec.Raw) -> Prompt:
     num_bytes = len(memoryview(raw))
     try:  # most chats are text
         if num_texts := len(_text_messages.decode(raw)):
-            return _Prompt(_CHAT, num_bytes, num_messages=num_texts)
+            return Prompt(_CHAT, num_bytes, num_messages=num_texts)
     except msgspec.DecodeError:
         pass
     messages = _read(_messages, raw, "messages")
@@ -435,7 +444,7 @@ def _chat(raw: msgspec.Raw) -> _Prompt:
     has_media = False
     for message in messages:
         has_media = has_media or (isinstance(message.content, list) and any(map(_is_media, message.content)))
-    return _Prompt(_CHAT, num_bytes, num_messages=len(messages), has_media=has_media, has_text_only=False)
+    return Prompt(_CHAT, num_bytes, num_messages=len(messages), has_media=has_media, has_text_only=False)
 
 
 def _is_media(part: Message.Part | str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
@@ -109,6 +110,7 @@ class RequestContext:
         "shape",
         "stream",
         "tokenize_s",
+        "turn",
     )
 
     def __init__(
@@ -122,11 +124,14 @@ class RequestContext:
         *,
         max_answer_bytes: int,
         as_stream: GenerationRequest | None = None,
+        turn: asyncio.Lock | None = None,
     ) -> None:
         """Takes `limit_s`, the seconds for everything, all attempts together. `max_answer_bytes` is the most bytes of a
         whole answer. `as_stream` is the request as engines may
-        be asked it, where the client wants a whole answer that can be put together from a stream."""
+        be asked it, where the client wants a whole answer that can be put together from a stream. `turn` is held by
+        those who stand in line for pages, where only one of several prompts may."""
         self._clock = clock
+        self.turn = turn
         self.request = request
         self.as_stream = as_stream
         self.assembled: AssembledAnswer | None = None
@@ -143,7 +148,7 @@ class RequestContext:
         self.record = record
         self.stream = stream
         self.limit_s = limit_s
-        self.limit = Deadline(limit_s, self._why_cut_short)
+        self.limit = Deadline(limit_s, self.why_cut_short)
         """The time limit of the whole request."""
         self.is_aborted = False
         self.avoid: frozenset[str] = frozenset()
@@ -160,7 +165,8 @@ class RequestContext:
         self.is_aborted = True
         self.limit.cut()
 
-    def _why_cut_short(self) -> ProxyError:
+    def why_cut_short(self) -> ProxyError:
+        """Returns the error of a request whose limit was cut."""
         if self.is_aborted:
             return Draining("the proxy is shutting down", retry_after_s=5.0)
         return DeadlineExceeded(f"the request took longer than {self.limit_s:g} s")

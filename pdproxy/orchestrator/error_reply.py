@@ -12,7 +12,7 @@ from pdproxy.errors import Draining, EngineReply, ProxyError
 from pdproxy.openai.sse import event
 from pdproxy.orchestrator.context import Headers, RequestContext
 from pdproxy.orchestrator.leg import EngineSaidError
-from pdproxy.telemetry.record import Outcome
+from pdproxy.telemetry.record import Outcome, RequestRecord
 
 JSON = b"application/json"
 TELL_S = 5.0
@@ -21,8 +21,7 @@ TELL_S = 5.0
 
 async def pass_on(context: RequestContext, reply: EngineReply) -> None:
     """Sends the engine's own answer, unchanged. It is possible only before the first byte."""
-    context.record.error = "engine_reply"
-    context.record.end(Outcome.REFUSED if reply.status < 500 else Outcome.FAILED)
+    book(context.record, reply)
     more = () if reply.retry_after is None else ((b"retry-after", reply.retry_after.encode("latin-1")),)
     with suppress(_NotListeningError), Deadline(TELL_S, _NotListeningError):
         await context.answer(reply.status, reply.content_type.encode("latin-1"), reply.content, *more)
@@ -34,8 +33,7 @@ async def tell(context: RequestContext, error: ProxyError) -> None:
     A whole answer of which a part is out cannot be mended. It stays without its end, so that the server breaks the
     connection off and the client sees that it is not all there.
     """
-    context.record.error = error.code or error.type
-    context.record.end(outcome_of(error))
+    book(context.record, error)
     if context.client.is_started and not context.request.stream:
         return
     with suppress(_NotListeningError), Deadline(TELL_S, _NotListeningError):
@@ -45,6 +43,16 @@ async def tell(context: RequestContext, error: ProxyError) -> None:
         else:
             body = msgspec.json.encode(error.body())
             await context.answer(error.status, JSON, body, *retry_header(error))
+
+
+def book(record: RequestRecord, error: EngineReply | ProxyError) -> None:
+    """Ends the record of a request that is not served, because of `error`."""
+    if isinstance(error, EngineReply):
+        record.error = "engine_reply"
+        record.end(Outcome.REFUSED if error.status < 500 else Outcome.FAILED)
+    else:
+        record.error = error.code or error.type
+        record.end(outcome_of(error))
 
 
 class _NotListeningError(Exception):

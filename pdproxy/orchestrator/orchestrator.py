@@ -14,9 +14,11 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pdproxy.admission.admission import Admission
+from pdproxy.admission.grant import Grant
 from pdproxy.admission.line import Demand
 from pdproxy.admission.retry_budget import RetryBudget
 from pdproxy.aio.descriptors import DescriptorBudget
@@ -31,6 +33,7 @@ from pdproxy.errors import (
     KvFailed,
     LegFailed,
     LegNotTried,
+    MemoryBudgetSpent,
     ModelNotFound,
     NeverFits,
     NotReady,
@@ -48,11 +51,12 @@ from pdproxy.orchestrator import canary
 from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.orchestrator.context import Client, ClientStalledError, RequestContext
 from pdproxy.orchestrator.disaggregated import Disaggregated
-from pdproxy.orchestrator.error_reply import pass_on, tell
+from pdproxy.orchestrator.error_reply import book, pass_on, tell
 from pdproxy.orchestrator.leg import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled
 from pdproxy.orchestrator.leg_runner import LegRunner
-from pdproxy.orchestrator.path import Choice, PathChooser, Ways, check_length
+from pdproxy.orchestrator.path import Choice, PathChooser, Ways, check_length, is_divided
 from pdproxy.orchestrator.reaper import Reaper
+from pdproxy.orchestrator.several_prompts import PromptClient, SeveralPrompts
 from pdproxy.telemetry.attempt_record import Path, Phase
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
 from pdproxy.tokens.prompt_size import PromptSize
@@ -63,6 +67,7 @@ log = logging.getLogger(__name__)
 # Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
 _DISAGGREGATED, _LOCAL, _PREFILL_ONLY = Path.DISAGGREGATED, Path.LOCAL, Path.PREFILL_ONLY
 _OUTCOME_DONE = Outcome.DONE
+_BATCH = PromptKind.BATCH
 
 BYTES_PER_ID = 40
 """The bytes that one id takes in a list: a pointer and a number."""
@@ -86,6 +91,8 @@ class RequestOptions:
     """The most bytes of a stream that are kept so that another decoder can continue it; 0 to keep none."""
     max_answer_bytes: int
     """The most bytes of a whole answer."""
+    max_prompts: int
+    """The most prompts of one body."""
     assemble: Assemble
     """The whole answers that engines are asked for as streams."""
     assemble_min_tokens: int
@@ -126,14 +133,20 @@ class Orchestrator:
         self._observer = observer
         self._descriptors = descriptors
         self._clock = clock
-        # State: the requests under way; whether new ones are taken; the number of streams taken over from a lost
-        # decoder; an event for those who wait until the last request has ended.
+        # State: the requests under way; whether clients are to go elsewhere; whether new requests are taken; the number
+        # of streams taken over from a lost decoder; an event for those who wait until the last request has ended.
         self._contexts: set[RequestContext] = set()
+        self._is_leaving = False
         self._is_draining = False
         self._num_continued = 0
         self._idle: asyncio.Event | None = None
 
     # ── from outside ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_leaving(self) -> bool:
+        """Tells whether clients are asked to go elsewhere. Those who do not are served until it `is_draining`."""
+        return self._is_leaving
 
     @property
     def is_draining(self) -> bool:
@@ -142,11 +155,12 @@ class Orchestrator:
     def in_flight(self) -> list[dict[str, Any]]:
         """Returns what the status page shows: requests under way, then the orphans of earlier ones."""
         orphans = (attempt.orphan_facts(self._admission.now()) for attempt in self._reaper.orphans)
-        return [*(context.record.facts() for context in self._contexts), *orphans]
+        return [*(record.facts() for record in self.records()), *orphans]
 
     def records(self) -> list[RequestRecord]:
-        """Returns the records of the requests under way, in no particular order."""
-        return [context.record for context in self._contexts]
+        """Returns the records of the requests under way, in no particular order. Of a body whose prompts are served one
+        by one, these are the records of its prompts."""
+        return [record for context in self._contexts if (record := context.record).is_counted]
 
     @property
     def num_requests(self) -> int:
@@ -157,9 +171,13 @@ class Orchestrator:
         """Number of times that another decoder was asked to go on with a stream."""
         return self._num_continued
 
+    def leave(self) -> None:
+        """Has clients told from now on that they should go elsewhere. New requests are still served."""
+        self._is_leaving = True
+
     def stop_accepting(self) -> None:
         """Has new requests answered with 503 from now on."""
-        self._is_draining = True
+        self._is_leaving = self._is_draining = True
 
     def abort_all(self) -> None:
         """Ends every request now; each client is told."""
@@ -182,7 +200,7 @@ class Orchestrator:
         try:
             try:
                 with context.limit:
-                    await self._try_until_served(context)
+                    await self._served(context)
                 record.end(_OUTCOME_DONE)
             except EngineReply as reply:
                 answer = pass_on(context, reply)
@@ -228,7 +246,9 @@ class Orchestrator:
             attempt.take_path(_DISAGGREGATED)
             await self._disaggregated.serve(attempt)
 
-    def _context(self, request: GenerationRequest, client: Client, record: RequestRecord) -> RequestContext:
+    def _context(
+        self, request: GenerationRequest, client: Client, record: RequestRecord, turn: asyncio.Lock | None = None
+    ) -> RequestContext:
         """Returns the request's context, with one deadline for everything that will be tried. It is the operator's, or
         the client's own where that is shorter."""
         limit_s = self.options.request_timeout_s
@@ -248,6 +268,7 @@ class Orchestrator:
             self._clock,
             max_answer_bytes=self.options.max_answer_bytes,
             as_stream=as_stream,
+            turn=turn,
         )
 
     def _as_stream(self, request: GenerationRequest) -> GenerationRequest | None:
@@ -260,13 +281,71 @@ class Orchestrator:
             return None
         return as_stream(request)
 
+    # ── several prompts ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _served(self, context: RequestContext) -> Coroutine[Any, Any, None]:
+        """Returns a coroutine that serves the request, or each of its prompts by itself. Raises `Draining`, and
+        `InvalidRequest` for too many prompts."""
+        if self._is_draining:
+            raise Draining("the proxy is shutting down", retry_after_s=5.0)
+        request = context.request
+        if request.prompt_kind is not _BATCH:
+            return self._try_until_served(context)
+        if request.num_prompts > self.options.max_prompts:
+            raise InvalidRequest(
+                f"prompt has {request.num_prompts} prompts, and {self.options.max_prompts} are taken (max_prompts); "
+                "send them in several bodies",
+                param="prompt",
+                code="too_many_prompts",
+            )
+        if is_divided(request, self._pool.open_places(request.model).shapes):
+            return self._serve_each(context)
+        return self._try_until_served(context)
+
+    async def _serve_each(self, context: RequestContext) -> None:
+        """Serves each prompt as a request of its own. Raises the error of the first that is not served; the others
+        are cancelled then."""
+        prompts = SeveralPrompts(context)
+        if not context.client.memory.take_on(prompts.num_further_bytes):
+            raise MemoryBudgetSpent(context.client.memory.limit_bytes)
+        context.record.is_counted = False  # its prompts are
+        context.record.reason = "several_prompts"
+        await prompts.serve(partial(self._serve_prompt, prompts))
+        relay = self._legs.relay(context)
+        await (relay.end(prompts.end_of_stream()) if context.request.stream else relay.answer(prompts.whole_answer()))
+
+    async def _serve_prompt(self, prompts: SeveralPrompts, request: GenerationRequest, client: PromptClient) -> None:
+        """Serves one prompt of several. Raises the error for which it was not served."""
+        body = prompts.context.record
+        record = RequestRecord(body.request_id, body.endpoint, prompt=client.index, clock=self._clock)
+        record.model, record.stream, record.key_name = request.model, request.stream, body.key_name
+        record.received()
+        client.record = record
+        context = self._context(request, client, record, prompts.turn)
+        self._contexts.add(context)
+        self._retries.requested()
+        try:
+            with context.limit:
+                await self._try_until_served(context)
+            record.end(_OUTCOME_DONE)
+        except (EngineReply, ProxyError) as error:
+            book(record, error)
+            raise
+        except BaseException:
+            # Cancelled: because time is over for all, or another prompt has failed, or the client has gone.
+            if prompts.context.limit.is_cut:
+                book(record, prompts.context.why_cut_short())
+            record.end(Outcome.CLIENT_GONE if prompts.failure is None else Outcome.FAILED)
+            raise
+        finally:
+            self._contexts.discard(context)
+            self._observer.request_finished(record)
+
     # ── the whole request ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def _try_until_served(self, context: RequestContext) -> None:
         """Makes one attempt after the other until one has served the request. Raises the error that the client is to
         be told where none did, or none may be made any more."""
-        if self._is_draining:
-            raise Draining("the proxy is shutting down", retry_after_s=5.0)
         if self._descriptors is not None:
             self._descriptors.check(len(self._contexts))
         started = self._clock()
@@ -369,18 +448,33 @@ class Orchestrator:
         ways = Ways(self._paths, request, size)
         ways.check(self._pool.open_places(request.model).shapes)
         with self._attempt(context, size) as attempt:
-            demand = self._demand(attempt, ways)
             try:
-                grant = self._admission.bind_now(demand)
-                if grant is None:
-                    self._pool.wanted.note(request.model)
-                    grant = await self._admission.wait(demand)
+                grant = None
+                if context.turn is None:
+                    demand = self._demand(attempt, ways)
+                    grant = self._admission.bind_now(demand)
+                    if grant is None:
+                        self._pool.wanted.note(request.model)
+                        grant = await self._admission.wait(demand)
+                else:
+                    grant = await self._grant_in_turn(attempt, ways, context.turn)
             except NeverFits as error:
                 # `ways` knows which memory is too small, and what can be done about it.
                 error.param = request.prompt_field
                 raise ways.error or error from None
             attempt.bind(grant)
             await self._serve_bound(attempt, ways[grant.shape])
+
+    async def _grant_in_turn(self, attempt: Attempt, ways: Ways, turn: asyncio.Lock) -> Grant:
+        """Returns the grant, for which the attempt stands in line once it has its turn: until then it holds nothing,
+        and its time in line has not begun. Raises as `Admission.wait` does."""
+        async with turn:
+            demand = self._demand(attempt, ways)
+            grant = self._admission.bind_now(demand)
+            if grant is None:
+                self._pool.wanted.note(attempt.context.request.model)
+                grant = await self._admission.wait(demand)
+            return grant
 
     def _attempt(self, context: RequestContext, size: PromptSize) -> Attempt:
         return Attempt(context, size, self._admission, self._reaper.adopt)
@@ -401,7 +495,8 @@ class Orchestrator:
             priority=request.priority,
             avoid=context.avoid,
             tied_until=now + self.options.affinity_wait_s if self._router.is_tied(hints) else -math.inf,
-            is_again=context.record.num_attempts > 1,
+            # A body is let in with its first prompt: the others find no queue too full for them.
+            is_again=context.record.num_attempts > 1 or bool(context.record.prompt),
             hints=hints,
         )
 
@@ -446,7 +541,7 @@ class Orchestrator:
 
 def _is_continuable(request: GenerationRequest) -> bool:
     """Tells whether the request is for one streamed answer, to a prompt of which ids say everything."""
-    is_one = request.stream and request.n == 1 and request.prompt_kind is not PromptKind.BATCH
+    is_one = request.stream and request.n == 1 and request.prompt_kind is not _BATCH
     return is_one and not request.has_media and not request.reads_prompt
 
 

@@ -12,7 +12,7 @@ from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.traits import EngineTraits
 from pdproxy.errors import ContextLengthExceeded, InvalidRequest, NotReady, ProxyError
 from pdproxy.fleet.page_count import Shape, pages_leased, pages_needed
-from pdproxy.openai.request import GenerationRequest
+from pdproxy.openai.request import GenerationRequest, PromptKind
 from pdproxy.telemetry.attempt_record import Path
 from pdproxy.tokens.prompt_size import PromptSize
 
@@ -27,6 +27,7 @@ class Choice:
 
 
 _DISAGGREGATED = Path.DISAGGREGATED
+_BATCH = PromptKind.BATCH
 
 FITS = Choice(Path.DISAGGREGATED, "fits")
 WINDOW = Choice(Path.DISAGGREGATED, "window")
@@ -153,6 +154,21 @@ class Ways:
         if choice.path is not _DISAGGREGATED:
             return 0
         return pages_leased(facts, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
+
+
+def is_divided(request: GenerationRequest, shapes: Iterable[Any]) -> bool:
+    """Tells whether each prompt of a body with several is served by itself, at owners of these shapes.
+
+    It is not where one attempt takes all of them and has room for them. Nor is it where the decoder alone would serve
+    each of them: it takes all of them at once, too.
+    """
+    if request.prompt_kind is not _BATCH or request.n > 1:
+        return False
+    for shape in shapes:
+        if shape.adapter.traits.takes_several_prompts:
+            facts: EngineInfo = shape.facts
+            return pages_needed(facts, 0, num_prompts=request.num_prompts) > facts.num_pages
+    return not request.reads_prompt
 
 
 def check_length(request: GenerationRequest, size: PromptSize, decoder: EngineInfo) -> None:

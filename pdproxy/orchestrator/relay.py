@@ -180,11 +180,16 @@ class Relay:
         rest = context.stream.rest(shown, context.prompt_usage)
         if not context.request.stream:
             await self._send_whole(self._ended(rest))
-            return
+        else:
+            await self.end(rest)
+
+    async def end(self, rest: bytes) -> None:
+        """Ends a stream that has begun with the events `rest`, of which there may be none."""
+        client = self._context.client
         with Deadline(self._idle_s, self._stalled):
             if rest:
-                await context.client.send(rest)
-            await context.client.end()
+                await client.send(rest)
+            await client.end()
 
     @property
     def _too_late(self) -> str:

@@ -131,6 +131,7 @@ class Status:
             "version": __version__,
             "started_at": round(self._started_at, 3),
             "ready": self._pool.is_ready,
+            "leaving": self._orchestrator.is_leaving,
             "draining": self._orchestrator.is_draining,
             "fleet": self._pool.status(),
             "ledger": {
@@ -191,6 +192,8 @@ def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator) -> 
         """Answers 200 if a request would be served, else 503."""
         if orchestrator.is_draining:
             return _error(NotReady("the proxy is shutting down"))
+        if orchestrator.is_leaving:  # before the fleet is looked at: a balancer is to know it however that fares
+            return _error(NotReady("the proxy is leaving: it still serves requests, and will soon shut down"))
         if not pool.is_ready:
             return _error(NotReady(f"there is no ready prefiller, or no ready decoder: {_who_is_not(pool)}"))
         return _json({"status": "ready"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.config import Config
@@ -50,11 +51,14 @@ class ClientConnection(BoundedConnection):
         routes: DirectRoutes,
         memory: MemoryBudget,
         descriptors: DescriptorBudget | None = None,
+        is_leaving: Callable[[], bool] | None = None,
     ) -> None:
+        """Takes `is_leaving`, which tells whether connections end with their next answer, because the proxy does."""
         super().__init__(config, server_state, app_state, _loop)
         self.heads = ResponseHeadWriter(server_state)
         self._routes = routes
         self._descriptors = descriptors
+        self._is_leaving = is_leaving
         self._turn: Exchange | None = None
         self._idle_since = 0.0
         self._num_unsent_bytes = 0
@@ -63,9 +67,11 @@ class ClientConnection(BoundedConnection):
         self._unsent = memory.share()
 
     @property
-    def is_crowded(self) -> bool:
+    def ends_soon(self) -> bool:
         descriptors = self._descriptors
-        return descriptors is not None and (descriptors.is_short or descriptors.is_tight)
+        if descriptors is not None and (descriptors.is_short or descriptors.is_tight):
+            return True
+        return self._is_leaving is not None and self._is_leaving()
 
     def rests_since(self) -> float | None:
         """Returns since when nothing is under way, on the loop's clock; None where something is, or where the
@@ -178,6 +184,8 @@ class ClientConnection(BoundedConnection):
         usual, self.app = self.app, app
         HttpToolsProtocol.on_headers_complete(self)
         self.app = usual
+        if self._is_leaving is not None and self._is_leaving():
+            self.cycle.keep_alive = False
         if self.pipeline:
             self._watch_client()
 

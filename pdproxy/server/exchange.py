@@ -37,8 +37,8 @@ class ServerConnection(Protocol):
     heads: ResponseHeadWriter
 
     @property
-    def is_crowded(self) -> bool:
-        """True where no connection should outlive its answer, because descriptors are short."""
+    def ends_soon(self) -> bool:
+        """True where no connection should outlive its answer, because descriptors are short or the proxy is leaving."""
 
     def on_response_complete(self) -> None:
         """Notes that everything was sent."""
@@ -316,7 +316,7 @@ class Exchange:
     def _write_head(self, status: int, headers: Headers, framing: bytes) -> bytes:
         if self._awaits_continue and not self._is_whole:
             self.keep_alive = False  # what comes next may be the body, or the next request
-        elif self.keep_alive and self._is_whole and self._line.is_crowded:
+        elif self.keep_alive and self._is_whole and self._line.ends_soon:
             self.keep_alive = False
         head = self._line.heads.write(status, headers, framing if self.keep_alive else framing + CLOSE)
         self.is_started = True

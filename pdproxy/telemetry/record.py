@@ -45,7 +45,9 @@ class Step:
 class RequestRecord:
     """RequestRecord is one client request over all its attempts. `attempt` is the latest attempt.
 
-    A canary's record is not counted: it tells of the fleet, not of its users. Times are on `clock`, in seconds.
+    Where each prompt of a body is served by itself it has a record of its own, and `prompt` is its index in the body.
+    The body's record is not counted then. A canary's is not either: it tells of the fleet, not of its users. Times are
+    on `clock`, in seconds.
     """
 
     __slots__ = (
@@ -62,6 +64,7 @@ class RequestRecord:
         "model",
         "num_attempts",
         "outcome",
+        "prompt",
         "reason",
         "request_id",
         "started",
@@ -76,11 +79,13 @@ class RequestRecord:
         endpoint: str,
         *,
         is_counted: bool = True,
+        prompt: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = request_id
         self.endpoint = endpoint
         self.is_counted = is_counted
+        self.prompt = prompt
         self._clock = clock
         self.started = clock()
         # State: filled in as it becomes known.
@@ -186,6 +191,7 @@ class RequestRecord:
             "outcome": self.outcome.value,
             "status": self.status,
             "error": self.error,
+            "prompt": self.prompt,
             "reason": self.reason or None,
             "attempts": self.num_attempts,
             "started_at": round(self.started_at, 3),

@@ -120,7 +120,7 @@ class Cluster:
             for role in ("prefill", "decode")
         }
         flags = ["--prefill", engines["prefill"], "--decode", engines["decode"], "--model", str(self.model)]
-        flags += ["--port", str(port), "--proxy-port", str(notify), *options]
+        flags += ["--port", str(port), "--proxy-port", str(notify), "--drain-grace-s", "0", *options]
         return self.start("proxy", "proxy", port, ["pdproxy", "serve", *flags])
 
     async def wait_ready(self) -> None:

@@ -197,7 +197,7 @@ async def proxy_process(
 
 def start_proxy(flags: Sequence[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PDPROXY_", "OTEL_"))}
-    command = [sys.executable, "-m", "pdproxy", "serve", *flags]
+    command = [sys.executable, "-m", "pdproxy", "serve", "--drain-grace-s", "0", *flags]
     with log.open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=kept | HASTY | environment)
 

@@ -178,6 +178,7 @@ class Road:
     path: str | None = "disaggregated"
     status: int = 200
     attempts: int = 1
+    num_choices: int = 1
     endpoint: str = "/v1/completions"
     body: dict[str, Any] = field(default_factory=dict)
     num_pages: int = 64
@@ -198,11 +199,24 @@ class Road:
         if self.status == 200 and self.body.get("stream"):
             last = answer.events()[-1]
             assert "error" in last if self.ends_by_error else last == "[DONE]"
-            assert self.ends_by_error or answer.text() == (WORDS[0] if self.path == "prefill_only" else TEXT)
+            assert self.ends_by_error or self._said(answer.events()[:-1]) == self._expected
         elif self.status == 200:
-            choice = answer.json()["choices"][0]
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
-            assert text == (WORDS[0] if self.path == "prefill_only" else TEXT)
+            assert self._said([answer.json()]) == self._expected
+
+    @property
+    def _expected(self) -> dict[int, str]:
+        """The text of each choice."""
+        text = WORDS[0] if self.path == "prefill_only" else TEXT
+        return dict.fromkeys(range(self.num_choices), text)
+
+    @staticmethod
+    def _said(chunks: list[dict[str, Any]]) -> dict[int, str]:
+        said: dict[int, str] = {}
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            part = choice.get("delta") or choice.get("message")
+            text = choice.get("text") if part is None else part.get("content")
+            said[choice["index"]] = said.get(choice["index"], "") + (text or "")
+        return said
 
 
 # ── ways of interrupting ────────────────────────────────────────────────────────────────────────────────────────────

@@ -138,11 +138,14 @@ class TestMixed:
         path = write(MIXED)
         whole = plan(path, proxy_args=("--retries", "3"))
         assert " ".join(whole.proxy.command[1:]) == (
-            f"-m pdproxy serve --config {path} --model .demo/tiny-model --retries 3"
+            f"-m pdproxy serve --config {path} --drain-grace-s 0 --model .demo/tiny-model --retries 3"
         )
         assert whole.proxy.ready_url == "http://127.0.0.1:9200/ready"
         assert whole.drain_s == 30
         assert plan(path, proxy_args=("--drain-timeout-s", "3")).drain_s == 3
+        patient = plan(write(f"drain_grace_s = 7\n{MIXED}"))
+        assert patient.drain_s == 37
+        assert "--drain-grace-s" not in patient.proxy.command
         assert whole.url == "http://127.0.0.1:9200"
 
     def test_the_proxy_alone_takes_the_same_file(self, write: Write) -> None:
@@ -215,12 +218,12 @@ launch = {launch}
     def test_what_the_file_does_not_tell_the_proxy_of_lmcache(self, write: Write) -> None:
         both = "{ gpus = [0] }"
         text = self.two("lmcache", decode="receiver_ports = [7300]\nalloc_ports = [7400]", launch=both)
-        assert plan(write(text)).proxy.command[6:] == (
+        assert plan(write(text)).proxy.command[8:] == (
             *("--first-token", "auto", "--pd-buffer-size", "2GiB", "--chunk-size", "256", "--tp-size", "1"),
         )
         said = text.replace("[[", 'first_token = "decoder"\npd_buffer_size = "1GiB"\n[[', 1)
         whole = plan(write(said))
-        assert whole.proxy.command[6:] == ("--chunk-size", "256", "--tp-size", "1")
+        assert whole.proxy.command[8:] == ("--chunk-size", "256", "--tp-size", "1")
         assert "pd_proxy_port: 7500" in whole.files["p.yaml"]
         assert "skip_last_n_tokens" not in line(whole.engines[1])
 

@@ -119,7 +119,8 @@ class TestBuiltin:
     def test_the_proxy_is_told_of_each(self) -> None:
         two_by_two = plan("builtin", dtype="float32", proxy_args=("--retries", "3"))
         assert " ".join(two_by_two.proxy.command[1:]) == (
-            "-m pdproxy serve --config .demo/fleet-9100/serve.toml --model /models/llama --host 127.0.0.1 --port 9100 "
+            "-m pdproxy serve --config .demo/fleet-9100/serve.toml --drain-grace-s 0 "
+            "--model /models/llama --host 127.0.0.1 --port 9100 "
             "--proxy-host 127.0.0.1 --proxy-port 7500 --pd-buffer-size 64MiB --chunk-size 256 --kv-cache-dtype float32 "
             "--retries 3"
         )

@@ -84,7 +84,7 @@ async def serving(fleet: Fleet, prefill: Sequence[str], decode: Sequence[str], *
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "pdproxy", "serve", "--engine", "vllm_nixl", "--model", str(fleet.model)]
     command += ["--prefill", ",".join(prefill), "--decode", ",".join(decode)]
-    command += ["--port", str(port), "--proxy-port", "0", "--engine-lease-s", str(LEASE_S)]
+    command += ["--port", str(port), "--proxy-port", "0", "--drain-grace-s", "0", "--engine-lease-s", str(LEASE_S)]
     command += ["--probe-interval-s", "0.5", "--slow-start-s", "0", "--canary-timeout-s", "60", *options]
     proxy = Proxy(f"http://127.0.0.1:{port}", _start(command, log), log)
     try:

@@ -60,7 +60,7 @@ def pdproxy_line(place: Place, scenario: Scenario, model: Path | None = None) ->
     waiting = () if slots is None else ("--concurrent-pages", str(slots), "--max-queue", str(scenario.clients))
     patience = () if slots is None else ("--slot-timeout-s", str(QUEUE_TIMEOUT_S))
     fleet = ("--engine", "vllm_nixl", "--prefill", place.prefill_url, "--decode", place.decode_url)
-    serving = ("--port", str(place.port), "--proxy-port", "0", "--log-level", "warning")
+    serving = ("--port", str(place.port), "--proxy-port", "0", "--drain-grace-s", "0", "--log-level", "warning")
     counting = () if model is None else ("--model", str(model))
     # -P: not the pdproxy of the working directory, but of PYTHONPATH.
     return (sys.executable, "-P", "-m", "pdproxy", "serve", *fleet, *serving, *waiting, *patience, *counting)

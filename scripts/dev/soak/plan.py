@@ -46,6 +46,7 @@ PROXY_OPTIONS = (
     *("--engine-lease-s", str(ENGINE_LEASE_S)),
     *("--probe-interval-s", "0.5"),
     *("--probe-timeout-s", "2"),
+    *("--drain-grace-s", "0"),
     *("--drain-timeout-s", "3"),
 )
 

@@ -109,10 +109,11 @@ class Fleet(ProcessGroup):
         config.write_text("".join(self._tables()))
         serving = (sys.executable, "-P", "-m", "pdproxy", "serve", "--config", str(config), "--log-level", "debug")
         limits = ("--memory-budget", f"{MEMORY_BUDGET_MIB}MiB", "--port", str(self.port), "--proxy-port", "0")
+        grace = ("--drain-grace-s", "0")
         lease = ("--engine-lease-s", str(LEASE_S))
         limited = f'ulimit -Sn 256; ulimit -Hn {MAX_DESCRIPTORS}; log=$1; shift; exec "$@" 2>"$log"'
         url = f"http://127.0.0.1:{self.port}"
-        command = ("sh", "-c", limited, "sh", str(self._work_dir / LOG), *serving, *limits, *lease)
+        command = ("sh", "-c", limited, "sh", str(self._work_dir / LOG), *serving, *limits, *grace, *lease)
         self.spawn(Program(name="pdproxy", command=command, ready_url=f"{url}/ready"))
         await self._supervisor.until_ready(START_TIMEOUT_S)
 

@@ -128,7 +128,8 @@ async def house(num_decoders: int) -> AsyncIterator[tuple[list[Process], tuple[I
 
 async def test_it_lives_with_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with house(num_decoders=2) as (processes, instances), AsyncExitStack() as first_life:
-        options: dict[str, Any] = {"proxy_port": 0, "canary": False, "admin_key": KEY, "instances": instances}
+        options: dict[str, Any] = {"proxy_port": 0, "drain_grace_s": 0.0, "canary": False, "admin_key": KEY}
+        options["instances"] = instances
         proxy = assemble(Settings(port=0, **options))
         url = await first_life.enter_async_context(serving(proxy))
         port = int(url.rpartition(":")[2])

@@ -119,6 +119,18 @@ async def test_answers_are_those_of_one_engine(model: Path, way: str, asked: dic
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_each_of_several_prompts_is_pushed_by_itself(model: Path, stream: bool) -> None:
+    async with lmcache_pair(model) as house:
+        answer = await house.post(prompt=[[1, 2, 3], [4], [5, 6]], stream=stream)
+        chunks = [one for one in answer.events() if one != "[DONE]"] if stream else [answer.json()]
+        said = dict.fromkeys(range(3), "")
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            said[choice["index"]] += choice["text"]
+        assert said == dict.fromkeys(range(3), TEXT)
+        assert [call.body["prompt"] for call in house.prefiller.generations()] == [[1, 2], [4], [5]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_chat_is_the_decoders(model: Path, stream: bool) -> None:
     async with lmcache_pair(model, first_token="decoder", skip_last=0) as house:
         answer = await house.post(CHAT, messages=[{"role": "user", "content": "tell me"}], stream=stream)

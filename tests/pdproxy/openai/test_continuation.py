@@ -194,7 +194,7 @@ async def test_ids_that_nobody_needed_before_are_asked_for() -> None:
         ({"retries": 0}, {}),
         ({"retry_share": 0.0, "retry_min_per_s": 0.0}, {}),
         ({}, {"n": 2}),
-        ({}, {"prompt": ["a", "b"]}),
+        ({}, {"prompt": ["a", "b"], "echo": True}),
         ({"min_prompt_tokens": 100}, {}),
     ],
     ids=["off", "too long", "no retries", "no budget", "n", "batch", "local, without ids"],

@@ -55,8 +55,8 @@ WAYS_THROUGH = [
         num_pages=4,
         arrange=full_buffer,
     ),
-    Road(name="local", num_points=25, path="local", body={"n": 2}),
-    Road(name="local, streamed", num_points=25, path="local", body={"n": 2, "stream": True}),
+    Road(name="local", num_points=25, path="local", num_choices=2, body={"n": 2}),
+    Road(name="local, streamed", num_points=25, path="local", num_choices=2, body={"n": 2, "stream": True}),
     Road(name="one token", num_points=4, path="prefill_only", body={"max_tokens": 1}),
     Road(name="one token, streamed", num_points=8, path="prefill_only", body={"max_tokens": 1, "stream": True}),
     Road(name="ends at its first token", num_points=4, path="prefill_only", finish_at_first="stop"),
@@ -213,9 +213,32 @@ WAYS_OF_PUSHING = [
         body={"stream": True},
     ),
 ]
+
+# ── several prompts, each of which goes a way of its own ────────────────────────────────────────────────────────────
+
+SeveralRoad = partial(Road, path=None)
+"""The answer tells of no single attempt."""
+WAYS_OF_SEVERAL = [
+    SeveralRoad(name="several prompts", num_points=20, num_choices=2, body={"prompt": ["a", "b"]}),
+    SeveralRoad(
+        name="several prompts, queued, streamed",
+        num_points=50,
+        num_choices=2,
+        body={"prompt": [[1] * 64] * 2, "stream": True},
+        num_pages=4,
+        arrange=full_buffer,
+    ),
+    SeveralRoad(
+        name="several prompts, one refused",
+        num_points=10,
+        status=422,
+        faults={"prefill reply": error_reply(422, "temperature must be below 2")},
+        body={"prompt": ["a", "b"]},
+    ),
+]
 TRIED: list[tuple[Way, Road]] = [
     *(("awaited", road) for road in WAYS_THROUGH),
-    *(("relay", road) for road in (*WAYS_THROUGH, *WAYS_OF_PULLING, *WAYS_OF_PUSHING)),
+    *(("relay", road) for road in (*WAYS_THROUGH, *WAYS_OF_PULLING, *WAYS_OF_PUSHING, *WAYS_OF_SEVERAL)),
 ]
 """Where the KV comes from and where the answer goes are nothing to each other, so not all of it is tried twice."""
 

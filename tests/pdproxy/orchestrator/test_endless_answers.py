@@ -13,7 +13,7 @@ from tests.fakes.proxy_harness import proxy_in_front_of
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
-WHOLE = {"prompt": ["one", "two"]}
+WHOLE = {"prompt": "one", "echo": True}
 """A request that engines are asked for as a whole answer."""
 STREAMED = {"prompt": "one"}
 """A request whose whole answer is put together from a stream."""

@@ -137,7 +137,7 @@ async def test_answer_that_ends_at_its_first_token(stream: bool) -> None:
     [
         ({"n": 2}, "several_answers", AS_STREAM),
         ({"best_of": 3}, "several_answers", {}),
-        ({"prompt": ["a", "b"]}, "several_prompts", {}),
+        ({"prompt": ["a", "b"], "echo": True}, "several_prompts", {}),
         ({"echo": True}, "prompt_in_answer", {}),
         ({"prompt": [1] * 100}, "oversized", AS_STREAM | {"return_token_ids": True}),
     ],

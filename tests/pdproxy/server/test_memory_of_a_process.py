@@ -109,10 +109,10 @@ async def test_an_answer_without_end_takes_the_budget_and_no_more(tmp_path: Path
         answered = proxy.decoder._decode
 
         async def decode(path: str, body: dict[str, Any]) -> FakeReply:
-            return FakeReply(200, pieces) if body["prompt"] == ["a", "b"] else await answered(path, body)
+            return FakeReply(200, pieces) if body.get("echo") else await answered(path, body)
 
         proxy.decoder._decode = decode  # type: ignore[method-assign]
-        asking = {"model": "tiny", "prompt": ["a", "b"]}
+        asking = {"model": "tiny", "prompt": "a", "echo": True}
         answers = [asyncio.create_task(proxy.client.post("/v1/completions", json=asking)) for _ in range(3)]
         await until(lambda: len(proxy.decoder.generations()) >= 3)
         await small_requests_are_served(proxy)

@@ -33,7 +33,7 @@ BODY = {"model": "tiny", "prompt": "a b", "stream": True}
 
 def command(port: int, notify: int, prefill: str, decode: str, *more: str) -> list[str]:
     flags = ["--port", str(port), "--proxy-port", str(notify), "--prefill", prefill, "--decode", decode]
-    return [sys.executable, "-m", "pdproxy", "serve", *flags, *more]
+    return [sys.executable, "-m", "pdproxy", "serve", "--drain-grace-s", "0", *flags, *more]
 
 
 def environment() -> dict[str, str]:
@@ -113,13 +113,16 @@ async def is_ready(child: subprocess.Popen[bytes], client: httpx.AsyncClient) ->
     return False
 
 
-def hold(decoder: FakeEngine, point: str) -> asyncio.Event:
-    """It waits at `point` until the event is set."""
+def hold(decoder: FakeEngine, point: str, *, is_once: bool = False) -> asyncio.Event:
+    """It waits at `point` until the event is set; with `is_once` only who comes there first."""
     gate, passed = asyncio.Event(), decoder.pass_point
+    num_waited = 0
 
     async def pass_or_wait(name: str) -> None:
+        nonlocal num_waited
         await passed(name)
-        if name == point:
+        if name == point and not (is_once and num_waited):
+            num_waited += 1
             await gate.wait()
 
     decoder.pass_point = pass_or_wait  # type: ignore[method-assign]
@@ -261,6 +264,75 @@ async def test_drain_time_that_is_over(tmp_path: Path) -> None:
             rest = [line async for line in stream.aiter_lines() if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert await proxy.ended(15) == 0
+
+
+# ── the grace, for load balancers ───────────────────────────────────────────────────────────────────────────────────
+
+
+async def until_leaving(proxy: Proxy) -> float:
+    """Waits until `/ready` says so, on a new connection each time; returns the seconds that it took."""
+    started = time.monotonic()
+    async with asyncio.timeout(10), httpx.AsyncClient(base_url=proxy.client.base_url) as others:
+        while True:
+            if (answer := await others.get("/ready")).status_code != 200:
+                break
+            await asyncio.sleep(0.01)  # the signal's handling tells nobody
+    assert answer.status_code == 503
+    assert "leaving" in answer.json()["error"]["message"]
+    assert answer.headers["connection"] == "close"
+    return time.monotonic() - started
+
+
+async def test_in_the_grace_new_connections_are_served_and_ready_says_503(tmp_path: Path) -> None:
+    grace_s = 1.5
+    async with process(tmp_path, "--drain-grace-s", str(grace_s)) as proxy:
+        gate = hold(proxy.decoder, "middle", is_once=True)
+        idle = socket.create_connection((proxy.client.base_url.host, proxy.client.base_url.port))
+        async with proxy.client.stream("POST", "/v1/completions", json=BODY) as stream:
+            lines = stream.aiter_lines()
+            got = [await anext(lines)]
+            await proxy.decoder.reached("middle")
+            asked = time.monotonic()
+            proxy.child.send_signal(signal.SIGTERM)
+            assert await until_leaving(proxy) < grace_s / 2
+            proxy.child.send_signal(signal.SIGTERM)  # the same wish once more
+            async with httpx.AsyncClient(base_url=proxy.client.base_url) as others:
+                for _ in range(2):  # the second one needs a connection of its own
+                    answer = await others.post("/v1/completions", json=BODY | {"stream": False})
+                    assert answer.json()["choices"][0]["text"] == "".join(WORDS)
+                    assert answer.headers["connection"] == "close"
+                assert (await others.get("/health")).json() == {"status": "ok"}
+                assert (await others.get("/status")).json()["leaving"] is True
+            assert time.monotonic() - asked < grace_s
+            await until_refused(proxy)
+            assert time.monotonic() - asked >= grace_s - 0.05
+            gate.set()
+            got += [line async for line in lines]
+        assert [line for line in got if line][-1] == "data: [DONE]"
+        assert await proxy.ended(10) == 0
+        idle.close()
+        assert "Traceback" not in proxy.said()
+
+
+async def test_ctrl_c_skips_the_grace(tmp_path: Path) -> None:
+    async with process(tmp_path, "--drain-grace-s", "60") as proxy:
+        proxy.child.send_signal(signal.SIGINT)
+        await until_refused(proxy)
+        assert await proxy.ended(10) == 0
+
+
+async def test_a_second_signal_ends_the_grace_and_all_that_runs(tmp_path: Path) -> None:
+    async with process(tmp_path, "--drain-grace-s", "60", "--drain-timeout-s", "60") as proxy:
+        hold(proxy.decoder, "middle")
+        async with proxy.client.stream("POST", "/v1/completions", json=BODY) as stream:
+            await proxy.decoder.reached("middle")
+            proxy.child.send_signal(signal.SIGTERM)
+            await until_leaving(proxy)
+            await asyncio.sleep(REPEATED_S)
+            proxy.child.send_signal(signal.SIGTERM)
+            rest = [line async for line in stream.aiter_lines() if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert await proxy.ended(10) == 0
 
 
 async def test_a_log_that_nobody_reads_holds_up_neither_requests_nor_the_end(tmp_path: Path) -> None:

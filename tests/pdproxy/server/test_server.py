@@ -63,7 +63,7 @@ async def running(**options: Any) -> AsyncIterator[Running]:
             InstanceSettings(name=engine.role, role=engine.role, url=url)
             for engine, url in zip(engines, urls, strict=True)
         )
-        defaults: dict[str, Any] = {"port": 0, "proxy_port": 0, "instances": instances}
+        defaults: dict[str, Any] = {"port": 0, "proxy_port": 0, "drain_grace_s": 0.0, "instances": instances}
         proxy = assemble(Settings(**(defaults | options)))
         server = Server(proxy)
         is_connected = False
