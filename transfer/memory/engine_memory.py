@@ -8,7 +8,6 @@ tensors are compared with the layout, and what differs is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 
@@ -32,7 +31,7 @@ class EngineMemory:
             raise GeometryError(f"the KV cache is in {len(storages)} allocations; it has to be in one")
         (first,) = storages.values()
         storage = first.untyped_storage()
-        self.whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)  # type: ignore[call-overload]
+        self.whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
         """All bytes of the allocation."""
         self.region = region_of(self.whole, storage.nbytes())
         self.layers = list(layers)
@@ -53,18 +52,18 @@ def _place(layers: Sequence[torch.Tensor | None], group: GroupLayout, layout: Ra
             raise GeometryError(
                 f"a block of layer {index} has (heads, tokens, bytes) = {found}, and the layout says {shape}"
             )
-        if tensor.stride()[1:] != (prod(tensor.shape[2:]), tensor.shape[3], 1):
+        if tensor.stride()[1:] != (shape[1] * tensor.shape[3], tensor.shape[3], 1):
             raise GeometryError(
                 f"layer {index} has the strides {tensor.stride()}: within a block, heads and their tokens have to lie "
                 "one behind the other"
             )
         strides.add(tensor.stride(0) * tensor.element_size())
-        offsets.append(tensor.storage_offset() * tensor.element_size())
+        offsets.append(int(tensor.storage_offset()) * tensor.element_size())
     if len(strides) != 1:
         raise GeometryError(f"the layers of one page group have blocks at distances of {sorted(strides)} bytes")
     return GroupPlace(strides.pop(), tuple(offsets))
 
 
 def _bytes_per_block(tensor: torch.Tensor) -> tuple[int, int, int]:
-    _, heads, tokens, elements = tensor.shape
+    _, heads, tokens, elements = map(int, tensor.shape)
     return heads, tokens, elements * tensor.element_size()

@@ -28,6 +28,4 @@ Placement: TypeAlias = Sequence[GroupPlace]
 
 def in_pages(layout: RankLayout) -> Placement:
     """Returns the placement of a slab whose pages lie one behind the other, as `PagedBuffer` has them."""
-    return tuple(
-        GroupPlace(layout.page_bytes, tuple(part.offset for part in group.parts)) for group in layout.groups
-    )
+    return tuple(GroupPlace(layout.page_bytes, tuple(part.offset for part in group.parts)) for group in layout.groups)

@@ -392,7 +392,10 @@ class Session:
             raise PeerLost(f"the receiver at {self.address} names ranks {named}, and this side writes to {needed}")
         if any(slab.num_pages < welcome.num_pages for slab in welcome.slabs):
             raise PeerLost(f"the receiver at {self.address} has {welcome.num_pages} pages, and a rank of it fewer")
-        return [Target(slab, SpanMap(ours, layout, self._placement)) for slab, layout in zip(welcome.slabs, found, strict=True)]
+        return [
+            Target(slab, SpanMap(ours, layout, self._placement))
+            for slab, layout in zip(welcome.slabs, found, strict=True)
+        ]
 
     async def _keep_alive(self) -> None:
         """Sends heartbeats while attempts are open or last words unconfirmed. Else sleeps, and ends the session after a

@@ -125,9 +125,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._thread.receive(agent, buffer, identity, settings.receiver)
             received = layer_views(buffer.pages, layout)
         inbox = self._thread if self._receives else None
-        self._worker = WorkerSide(
-            layout, caches.layer_names, memory, plane=self._plane, inbox=inbox, received=received
-        )
+        self._worker = WorkerSide(layout, caches.layer_names, memory, plane=self._plane, inbox=inbox, received=received)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -38,9 +38,12 @@ class KvCaches:
         groups = kv_cache_config.kv_cache_groups
         block_sizes = {group.kv_cache_spec.block_size for group in groups}
         if len(block_sizes) != 1:
-            raise TransferError(f"vLLM's KV cache groups have blocks of {sorted(block_sizes)} tokens; all must be equal")
+            raise TransferError(
+                f"vLLM's KV cache groups have blocks of {sorted(block_sizes)} tokens; all must be equal"
+            )
         self.layer_names: list[str] = []
-        layers, grouping, dtypes = [], [], set()
+        layers: list[LayerKv] = []
+        grouping, dtypes = [], set()
         total = vllm_config.model_config.get_total_num_kv_heads()
         size = parallel.tensor_parallel_size
         for group in groups:
@@ -96,6 +99,8 @@ def _layer(name: str, spec: Any, tp_size: int, total_heads: int) -> LayerKv:
     window = getattr(spec, _WINDOWS[kind]) if kind in _WINDOWS else None
     content, rest = divmod(spec.state_content_size_bytes, spec.dtype.itemsize)
     if rest:
-        raise TransferError(f"layer {name} keeps {spec.state_content_size_bytes} B per token and head: no whole elements")
+        raise TransferError(
+            f"layer {name} keeps {spec.state_content_size_bytes} B per token and head: no whole elements"
+        )
     num_heads = 1 if kind == "mla" else min(spec.num_heads * tp_size, max(total_heads, spec.num_heads))
     return LayerKv(num_heads, content, 0, kind, window)

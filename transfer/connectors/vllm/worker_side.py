@@ -251,7 +251,9 @@ class WorkerSide:
         with torch.cuda.stream(self._stream) if self._is_cuda else torch.no_grad():
             for group, blocks in enumerate(load.block_ids):
                 ordinals = [table.ordinal(group, load.first_block + i) for i in range(len(blocks))]
-                pairs = [(pages[o], block) for o, block in zip(ordinals, blocks, strict=True) if o is not None and block]
+                pairs = [
+                    (pages[o], block) for o, block in zip(ordinals, blocks, strict=True) if o is not None and block
+                ]
                 if not pairs:
                     continue
                 device = self._memory.whole.device
