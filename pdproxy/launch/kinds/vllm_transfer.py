@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.kinds import vllm
 from pdproxy.launch.kinds.base import EnginePlan, Seat, ports_of, table
 from pdproxy.launch.machine import Machine
@@ -30,6 +31,8 @@ class VllmTransfer:
 
     def plan(self, options: FleetOptions, seat: Seat, machine: Machine) -> EnginePlan:
         args = vllm.args(options, seat.role)
+        if vllm.dp_size(args) > 1:
+            raise PreflightError("--data-parallel-size has to be 1 with vllm_transfer: start more instances instead")
         before = 0 if seat.role == "prefill" else options.num_prefillers
         kv_port = options.kv_port + before + seat.index
         extra: dict[str, object] = {"host": options.host, "kv_port": kv_port}
