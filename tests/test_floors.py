@@ -55,6 +55,7 @@ FLOORS = (
     "transfer.roles",
     "transfer.dataplane",
     "transfer.engine",
+    "transfer.connectors",
     "transfer",
 )
 """From the ground up. A folder imports from itself and from those before it. The longest name counts for a module."""

@@ -34,6 +34,7 @@ ONLY_FOR: dict[str, frozenset[Engine]] = {
     "pd_buffer_size": frozenset({"lmcache"}),
     "lmcache_config": frozenset({"lmcache"}),
     "bootstrap_port": frozenset({"sglang", "mooncake"}),
+    "kv_port": frozenset({"vllm_transfer"}),
     "max_rooms": frozenset({"sglang"}),
     "data_parallel_rank": frozenset({"vllm_nixl", "sglang", "mooncake"}),
 }
@@ -106,6 +107,10 @@ class InstanceSettings(BaseModel):
     bootstrap_port: PortNumber | None = None
     """The port of the bootstrap server of a prefiller of SGLang or Mooncake. The default is the value of the option of
     this name.
+    """
+    kv_port: PortNumber | None = None
+    """The port at which pdproxy's connector in vLLM tells of its part of the transfer. The default is the value of the
+    option of this name.
     """
     max_rooms: int | None = Field(None, ge=1)
     """The number of requests that an SGLang prefiller may have under way, where that is less than it allows itself."""

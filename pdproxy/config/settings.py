@@ -104,6 +104,7 @@ class Settings(BaseSettings):
     decoder_init_port: Ports = setting((), "Control ports of the decoders (lmcache: one per rank), to be checked")
     decoder_alloc_port: Ports = setting((), "Allocation ports of the decoders, one per rank; checked for clashes")
     bootstrap_port: Port = setting(8998, "Port of the prefillers' bootstrap servers (sglang, mooncake)", ge=1)
+    kv_port: Port = setting(5700, "Port at which the engines' connectors tell of their KV (vllm_transfer)", ge=1)
     first_token: FirstToken = setting(
         "auto",
         "Side whose first token a client gets (lmcache): decoder, where decoders run without "

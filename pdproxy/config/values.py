@@ -14,7 +14,7 @@ from transfer.errors import GeometryError
 from transfer.geometry import parse_size
 
 Role = Literal["prefill", "decode"]
-Engine = Literal["builtin", "vllm_nixl", "lmcache", "sglang", "mooncake"]
+Engine = Literal["builtin", "vllm_nixl", "vllm_transfer", "lmcache", "sglang", "mooncake"]
 FirstToken = Literal["auto", "prefiller", "decoder"]
 EngineClientKind = Literal["auto", "relay", "httpx"]
 RoutingPolicy = Literal[

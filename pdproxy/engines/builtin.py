@@ -35,6 +35,7 @@ from transfer.wire import BufferFacts, Endpoint, PushParams, ResumeParams
 
 PARAMS = "kv_transfer_params"
 HEALTH, BUFFER = "/health", "/kv_buffer"
+CANCEL, SENDER_ENDED = "/kv_transfer/cancel", "/kv_transfer/sender_ended"
 _HEAD, _END = ("id", "object", "created", "model", "choices", "usage"), ("logprobs", "finish_reason")
 _SHAPE = WholeShape(
     completion=_HEAD,
@@ -80,54 +81,24 @@ class BuiltinAdapter:
             resumes=True,
             kv_lost_code="kv_transfer_failed",
             receiver_lost_code="kv_receiver_lost",
-            peer_ended_path="/kv_transfer/sender_ended",
+            peer_ended_path=SENDER_ENDED,
         )
 
     def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
-        cards = read_model_cards(answers[model_cards.PATH])
-        try:
-            buffer = _buffer.decode(answers[BUFFER])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MalformedReply(f"its {BUFFER} is not understood: {error}") from None
-        return EngineInfo(
-            epoch=buffer.epoch,
-            role=buffer.role,
-            models=cards.names,
-            cards=cards.cards,
-            agreement=_agreement(buffer),
-            num_pages=buffer.num_pages,
-            num_occupied=_num_occupied(buffer),
-            num_wrong_tags=buffer.num_wrong_tags,
-            chunk_size=buffer.chunk_size,
-            page_bytes=buffer.page_bytes,
-            max_model_len=buffer.max_model_len,
-            groups=tuple(PageGroup(g.kind, g.num_layers, g.window, g.state_pages) for g in buffer.groups),
-            windowed=buffer.windowed,
-            receivers=tuple(Receiver(rank=one.rank, host=one.host, port=one.port) for one in buffer.receivers),
-        )
+        return read_buffer(answers[BUFFER], answers[model_cards.PATH])
 
     def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
         return True
 
     def ranks(self, decoder: EngineInfo) -> frozenset[int]:
-        return frozenset(receiver.rank for receiver in decoder.receivers)
+        return receiver_ranks(decoder)
 
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
         return {}
 
     def prefill_body(self, request: GenerationRequest, info: AttemptInfo) -> bytes:
-        key = self._attempt_key
-        params = PushParams(
-            attempt=info.attempt,
-            receivers=[Endpoint(rank=one.rank, host=one.host, port=one.port) for one in info.decoder.receivers],
-            timeout_s=info.timeout_s,
-            notify=info.notify,
-            prompt_token_ids=info.prompt_ids,
-            num_answer_tokens=info.num_answer_tokens,
-            capability=None if key is None else key.sign(info.attempt, info.notify),
-        )
         fields = _prefill_fields(request)
-        fields[PARAMS] = msgspec.Raw(msgspec.json.encode(params))
+        fields[PARAMS] = push_params(info, self._attempt_key, info.prompt_ids)
         return encode(fields)
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
@@ -176,16 +147,75 @@ class BuiltinAdapter:
     def abandon(
         self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
-        """Returns the call that cancels the attempt. The decoder drops it at whatever point it is."""
-        return ReleaseCall("decode", Call("/kv_transfer/cancel", msgspec.json.encode({"attempt": info.attempt})))
+        return cancelling(info)
 
     def read_errand(self, status: int, body: bytes) -> bool:
-        if status != 200:
-            raise MalformedReply(f"it answers a cancel with HTTP {status}")
-        try:
-            return _cancelled.decode(body).released
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MalformedReply(f"its answer to a cancel is not understood: {error}") from None
+        return read_cancelled(status, body)
+
+
+# ── what every engine says and is told whose KV goes through ``transfer`` ───────────────────────────────────────────
+
+
+def read_buffer(facts: bytes, cards: bytes, *, kv_url: str | None = None) -> EngineInfo:
+    """Returns what an engine tells in ``GET /kv_buffer`` and ``GET /v1/models``. `kv_url` says where the first of the
+    two was asked, if not at the engine's own address. Raises `MalformedReply`."""
+    known = read_model_cards(cards)
+    try:
+        buffer = _buffer.decode(facts)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedReply(f"its {BUFFER} is not understood: {error}") from None
+    return EngineInfo(
+        epoch=buffer.epoch,
+        role=buffer.role,
+        models=known.names,
+        cards=known.cards,
+        agreement=_agreement(buffer),
+        num_pages=buffer.num_pages,
+        num_occupied=_num_occupied(buffer),
+        num_wrong_tags=buffer.num_wrong_tags,
+        chunk_size=buffer.chunk_size,
+        page_bytes=buffer.page_bytes,
+        max_model_len=buffer.max_model_len,
+        groups=tuple(PageGroup(g.kind, g.num_layers, g.window, g.state_pages) for g in buffer.groups),
+        windowed=buffer.windowed,
+        receivers=tuple(Receiver(rank=one.rank, host=one.host, port=one.port) for one in buffer.receivers),
+        kv_url=kv_url,
+    )
+
+
+def push_params(info: AttemptInfo, key: AttemptKey | None, prompt_ids: list[int] | None) -> msgspec.Raw:
+    """Returns the ``kv_transfer_params`` of a prefill leg, signed with `key` if there is one."""
+    params = PushParams(
+        attempt=info.attempt,
+        receivers=[Endpoint(rank=one.rank, host=one.host, port=one.port) for one in info.decoder.receivers],
+        timeout_s=info.timeout_s,
+        notify=info.notify,
+        prompt_token_ids=prompt_ids,
+        num_answer_tokens=info.num_answer_tokens,
+        capability=None if key is None else key.sign(info.attempt, info.notify),
+    )
+    return msgspec.Raw(msgspec.json.encode(params))
+
+
+def cancelling(info: AttemptInfo) -> ReleaseCall:
+    """Returns the call that cancels the attempt. The decoder drops it at whatever point it is."""
+    call = Call(f"{info.decoder.kv_url or ''}{CANCEL}", msgspec.json.encode({"attempt": info.attempt}))
+    return ReleaseCall("decode", call)
+
+
+def read_cancelled(status: int, body: bytes) -> bool:
+    """Returns whether a cancelled attempt's pages are free. Raises `MalformedReply`."""
+    if status != 200:
+        raise MalformedReply(f"it answers a cancel with HTTP {status}")
+    try:
+        return _cancelled.decode(body).released
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedReply(f"its answer to a cancel is not understood: {error}") from None
+
+
+def receiver_ranks(decoder: EngineInfo) -> frozenset[int]:
+    """Returns the ranks that say for themselves when an attempt's KV is there."""
+    return frozenset(receiver.rank for receiver in decoder.receivers)
 
 
 def _agreement(buffer: BufferFacts) -> dict[str, str]:

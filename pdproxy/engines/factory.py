@@ -16,6 +16,7 @@ from pdproxy.engines.lmcache_config import check_lmcache_configs, lmcache_buffer
 from pdproxy.engines.mooncake import MooncakeAdapter
 from pdproxy.engines.sglang import SglangAdapter
 from pdproxy.engines.vllm_nixl import VllmNixlAdapter
+from pdproxy.engines.vllm_transfer import VllmTransferAdapter
 from pdproxy.errors import ConfigError
 from transfer.errors import GeometryError, TransferError
 from transfer.geometry import KvGeometry, kv_geometry, load_config
@@ -37,6 +38,10 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
             return BuiltinAdapter(attempt_key=_attempt_key(settings), **lease)
         case "vllm_nixl":
             return VllmNixlAdapter(one.role, data_parallel_rank=one.data_parallel_rank, **lease)
+        case "vllm_transfer":
+            return VllmTransferAdapter(
+                one.role, kv_url=_kv_url(one, settings), attempt_key=_attempt_key(settings), **lease
+            )
         case "lmcache":
             return LMCacheAdapter(
                 one.role, buffer=_lmcache_buffer(one, settings), first_token=settings.first_token, **lease
@@ -96,6 +101,13 @@ def _bootstrap(one: InstanceSettings, settings: Settings) -> str | None:
     if one.engine == "sglang" and one.bootstrap_port is None and "bootstrap_port" not in settings.model_fields_set:
         return host
     return f"{host}:{one.bootstrap_port or settings.bootstrap_port}"
+
+
+def _kv_url(one: InstanceSettings, settings: Settings) -> str:
+    """Returns the URL at which an instance's connector tells of its part of the transfer."""
+    name = urlsplit(one.url).hostname or ""
+    host = f"[{name}]" if ":" in name else name
+    return f"http://{host}:{one.kv_port or settings.kv_port}"
 
 
 def _lmcache_buffer(one: InstanceSettings, settings: Settings) -> LMCacheBuffer | None:

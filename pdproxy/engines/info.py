@@ -63,6 +63,8 @@ class EngineInfo:
     """Tells that a prompt larger than the memory can pass through it while it is alone."""
     receivers: tuple[Receiver, ...] = ()
     """A decoder's receivers, one per rank, where prefillers are told the addresses to write to."""
+    kv_url: str | None = None
+    """The URL at which the instance's connector takes calls; None where the instance itself takes them."""
     bootstrap: str | None = None
     """The ``host:port`` at which a prefiller's peers meet it."""
     engine_id: str | None = None

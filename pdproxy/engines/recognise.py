@@ -16,7 +16,7 @@ LOOKS = ("/kv_buffer", "/server_info", "/get_model_info", "/metrics", "/version"
 """The paths by which kinds can be told apart. No kind of engine has all of them."""
 _BUILTIN: tuple[Engine, ...] = ("builtin",)
 _SGLANG: tuple[Engine, ...] = ("sglang",)
-_VLLM: tuple[Engine, ...] = ("vllm_nixl", "lmcache", "mooncake")
+_VLLM: tuple[Engine, ...] = ("vllm_nixl", "vllm_transfer", "lmcache", "mooncake")
 
 
 def other_kind(configured: str, answers: Mapping[str, bytes]) -> str | None:

@@ -82,7 +82,6 @@ class VllmNixlAdapter:
     """Implements `engines.adapter.Adapter`."""
 
     name = "vllm_nixl"
-    looks = (_HEALTH, _METRICS, model_cards.PATH, _VERSION)
 
     def __init__(self, role: Role, *, lease_s: float = 30.0, data_parallel_rank: int | None = None) -> None:
         """Makes the adapter. `lease_s` is vLLM's ``kv_lease_duration``, in seconds. `data_parallel_rank` is the only
@@ -100,6 +99,10 @@ class VllmNixlAdapter:
         )
 
     # ── looking at it ──
+
+    @property
+    def looks(self) -> tuple[str, ...]:
+        return _HEALTH, _METRICS, model_cards.PATH, _VERSION
 
     def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
         """Reads the facts. The agreement is what enters vLLM's own compatibility hash and can be seen from outside.
@@ -141,8 +144,12 @@ class VllmNixlAdapter:
         fields = prefill_fields(request.fields)
         if _ids_can_follow(request):
             fields[TOKEN_IDS] = TRUE
-        fields[PARAMS] = _KEEP_KV
+        fields[PARAMS] = self._params(info)
         return encode(fields)
+
+    def _params(self, info: AttemptInfo) -> msgspec.Raw:
+        """Returns the ``kv_transfer_params`` of a prefill leg."""
+        return _KEEP_KV
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
         return encode(one_token_fields(request.fields))

@@ -26,11 +26,12 @@ FIELDS = {
     "--receiver-port": "receiver_ports",
     "--alloc-port": "alloc_ports",
     "--bootstrap-port": "bootstrap_port",
+    "--kv-port": "kv_port",
     "--side-channel-port": "launch.side_channel_port",
     "--dist-port": "launch.dist_port",
 }
 """The field of the file that says the same as an option, for each of these options."""
-SAYS_ITSELF = frozenset({"builtin"})
+SAYS_ITSELF = frozenset({"builtin", "vllm_transfer"})
 """The kinds of engines which tell the proxy what it has to know of their buffers."""
 RESERVED = frozenset({PROXY, "command", "tiny"})
 
@@ -133,6 +134,7 @@ class FileEngines:
             notify_host=settings.notify_address,
             side_channel_port=launch.side_channel_port or USUAL.side_channel_port + ordinal,
             bootstrap_port=one.bootstrap_port or settings.bootstrap_port,
+            kv_port=one.kv_port or settings.kv_port,
             dist_port=launch.dist_port or USUAL.dist_port,
             pd_buffer_size=str(buffer) if buffer else None,
             chunk_size=one.chunk_size or _given(settings, "chunk_size"),

@@ -79,13 +79,16 @@ class FleetOptions(RunOptions):
     port: Annotated[int, option("PORT", "Port of the proxy")] = 9100
     prefill_port: Annotated[int, option("PORT", "Port of the first prefiller; all such ports count up")] = 7100
     decode_port: Annotated[int, option("PORT", "Port of the first decoder")] = 7200
-    receiver_port: Annotated[int, option("PORT", "Port of the first decoder for KV (builtin; lmcache: init)")] = 7300
+    receiver_port: Annotated[
+        int, option("PORT", "Port of the first decoder for KV (builtin, vllm_transfer; lmcache: init)")
+    ] = 7300
     alloc_port: Annotated[int, option("PORT", "Port at which the first decoder hands out pages (lmcache)")] = 7400
     notify_port: Annotated[int, option("PORT", "Port of the proxy for KV signals")] = 7500
     notify_host: str | None = None
     """Holds the host at which the engines reach the proxy for KV signals; None means `host`."""
     side_channel_port: Annotated[int, option("PORT", "Port of the first NIXL side channel (vllm_nixl)")] = 5600
     bootstrap_port: Annotated[int, option("PORT", "Port of the first bootstrap server (sglang, mooncake)")] = 8998
+    kv_port: Annotated[int, option("PORT", "Port of the first connector (vllm_transfer)")] = 5700
     dist_port: Annotated[int, option("PORT", "Port at which the first engine's ranks meet (sglang)")] = 25000
     prefill: Side = Side()
     decode: Side = Side()

@@ -55,7 +55,7 @@ SHARED = {
 }
 ON_CPU = {**SHARED, "UCX_TLS": "tcp,sm,self"}
 ALL: list[Engine] = list(KINDS)
-VLLM: list[Engine] = ["vllm_nixl", "lmcache", "mooncake"]
+VLLM: list[Engine] = ["vllm_nixl", "vllm_transfer", "lmcache", "mooncake"]
 
 
 def fleet(engine: Engine, **options: Any) -> FleetOptions:
@@ -419,7 +419,7 @@ class TestAgreement:
         assert message.startswith(f"--prefill-args, --decode-args: {what}")
         assert "must be the same; give it" in message
 
-    @pytest.mark.parametrize("engine", ["builtin", "vllm_nixl", "lmcache", "mooncake", "sglang"])
+    @pytest.mark.parametrize("engine", ["builtin", "vllm_nixl", "vllm_transfer", "lmcache", "mooncake", "sglang"])
     def test_the_same_for_both_is_fine(self, engine: Engine) -> None:
         side = Side(args=("--dtype", "float16"))
         check_agreement(plan(engine, dtype="bfloat16", prefill=side, decode=side).engines)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -27,6 +28,9 @@ from tests.vllm.starts import bring_up
 
 PYTHON_VARIABLE = "PDPROXY_VLLM_PYTHON"
 STOP_TIMEOUT_S = 10.0
+OURS = "PdproxyConnector"
+BUFFER_BYTES = 16 << 20
+"""Of the PD buffer of ``receiver``: 255 blocks of the tiny model, four of the longest prompts."""
 MODEL = "tiny"
 MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 32
@@ -75,7 +79,7 @@ class Engine(Program):
     core: int
     """To which its worker is bound, so that what spins does not push the others about."""
     ports: tuple[int, int] = field(default_factory=lambda: _two_ports())
-    """HTTP and NIXL's side channel; the same ones at each start."""
+    """HTTP, and NIXL's side channel or the port of our own connector; the same ones at each start."""
 
     @property
     def url(self) -> str:
@@ -95,10 +99,20 @@ class Engine(Program):
         # A random model would write white space for ever where JSON allows it.
         outputs = {"backend": "xgrammar", "disable_any_whitespace": True}
         command += ["--structured-outputs-config", json.dumps(outputs)]
-        return command + (["--kv-transfer-config", json.dumps(self.connector)] if self.connector else [])
+        if self.connector is None:
+            return command
+        ports = {"kv_port": self.kv_port} if self.connector["kv_connector"] == OURS else {}
+        extra: dict[str, object] = self.connector["kv_connector_extra_config"] | ports  # type: ignore[operator]
+        return [*command, "--kv-transfer-config", json.dumps(self.connector | {"kv_connector_extra_config": extra})]
+
+    @property
+    def kv_port(self) -> int:
+        """Where our own connector answers."""
+        return self.ports[1]
 
     def environment(self) -> dict[str, str]:
         return {
+            "PYTHONPATH": str(Path(__file__).parents[2]),
             "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -124,6 +138,12 @@ class Engine(Program):
     async def page(self) -> str:
         async with httpx.AsyncClient(timeout=20) as client:
             return (await client.get(f"{self.url}/metrics")).text
+
+    async def buffer(self) -> dict[str, Any]:
+        """What our own connector says of its buffer."""
+        async with httpx.AsyncClient(timeout=20) as client:
+            facts: dict[str, Any] = (await client.get(f"http://127.0.0.1:{self.kv_port}/kv_buffer")).json()
+            return facts
 
     async def num_blocks_taken(self) -> int:
         return self._blocks(await self.page())
@@ -152,7 +172,8 @@ class Engine(Program):
 
 class Fleet:
     """One engine that does both halves, two prefillers, and two decoders with different minds about KV that cannot be
-    had: ``decode-0`` fails the request, ``decode-1`` reads the prompt itself."""
+    had: ``decode-0`` fails the request, ``decode-1`` reads the prompt itself. ``sender`` and ``receiver`` have our own
+    connector; the latter fails requests, so that none is right only because its prompt was read again."""
 
     def __init__(self, python: Path, model: Path, folder: Path, say: Callable[[str], None]) -> None:
         connectors: dict[str, dict[str, object] | None] = {
@@ -161,6 +182,8 @@ class Fleet:
             "decode-0": _connector("kv_consumer", kv_load_failure_policy="fail"),
             "prefill-1": _connector("kv_producer"),
             "decode-1": _connector("kv_consumer", kv_load_failure_policy="recompute"),
+            "sender": _our_connector("kv_producer"),
+            "receiver": _our_connector("kv_consumer", kv_load_failure_policy="fail"),
         }
         self.model = model
         self.folder = folder
@@ -234,6 +257,13 @@ def sample_sum(page: str, name: str, labels: dict[str, str]) -> float:
 def _connector(role: str, **options: object) -> dict[str, object]:
     extra = {"kv_lease_duration": LEASE_S}
     connector: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+    return connector | {"kv_connector_extra_config": extra} | options
+
+
+def _our_connector(role: str, **options: object) -> dict[str, object]:
+    extra = {"pd_buffer_size": BUFFER_BYTES, "heartbeat_s": 1, "writer_timeout_s": 6}
+    module = "transfer.connectors.vllm"
+    connector: dict[str, object] = {"kv_connector": OURS, "kv_connector_module_path": module, "kv_role": role}
     return connector | {"kv_connector_extra_config": extra} | options
 
 

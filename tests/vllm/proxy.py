@@ -80,10 +80,29 @@ class Proxy:
 @contextlib.asynccontextmanager
 async def serving(fleet: Fleet, prefill: Sequence[str], decode: Sequence[str], *options: str) -> AsyncIterator[Proxy]:
     """`prefill` and `decode` are URLs; `options` are for ``pdproxy serve``. Afterwards no slot may be held."""
+    what = ["--engine", "vllm_nixl", "--prefill", ",".join(prefill), "--decode", ",".join(decode)]
+    async with _serving(fleet, *what, *options) as proxy:
+        yield proxy
+
+
+@contextlib.asynccontextmanager
+async def serving_ours(fleet: Fleet, to_sender: str, to_receiver: str, *options: str) -> AsyncIterator[Proxy]:
+    """The same in front of the two engines with our own connector."""
+    table = '[[instances]]\nname = "{0}"\nrole = "{1}"\nurl = "{2}"\nkv_port = {3}\nengine = "vllm_transfer"\n'
+    file = fleet.folder / f"proxy-{next(_numbers)}.toml"
+    file.write_text(
+        table.format("sender", "prefill", to_sender, fleet["sender"].kv_port)
+        + table.format("receiver", "decode", to_receiver, fleet["receiver"].kv_port)
+    )
+    async with _serving(fleet, "--config", str(file), *options) as proxy:
+        yield proxy
+
+
+@contextlib.asynccontextmanager
+async def _serving(fleet: Fleet, *options: str) -> AsyncIterator[Proxy]:
     log = fleet.folder / f"proxy-{next(_numbers)}.log"
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "pdproxy", "serve", "--engine", "vllm_nixl", "--model", str(fleet.model)]
-    command += ["--prefill", ",".join(prefill), "--decode", ",".join(decode)]
+    command = [sys.executable, "-m", "pdproxy", "serve", "--model", str(fleet.model)]
     command += ["--port", str(port), "--proxy-port", "0", "--drain-grace-s", "0", "--engine-lease-s", str(LEASE_S)]
     command += ["--probe-interval-s", "0.5", "--slow-start-s", "0", "--canary-timeout-s", "60", *options]
     proxy = Proxy(f"http://127.0.0.1:{port}", _start(command, log), log)

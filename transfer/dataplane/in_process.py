@@ -17,6 +17,7 @@ from transfer.dataplane.messages import Close, Command, Filled
 from transfer.dataplane.plane import CLOSING, Listener
 from transfer.errors import TransferError
 from transfer.memory.buffer import PagedBuffer
+from transfer.memory.engine_memory import EngineMemory
 from transfer.roles.handshake import Identity
 from transfer.roles.sender import Sender
 from transfer.trust import FleetKey
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 class InProcess:
     """`InProcess` is a backend for a data plane. `make_agent` is called on the thread, which owns that agent from then
-    on. `buffer` is kept as long as it may be sent from.
+    on. `buffer`, which has the pages, or an engine's own memory, is kept as long as it may be sent from.
 
     Mutable state, under `_lock`: `_commands`, which are not carried out yet; `_loop`, which is None before the thread
     runs and after it has ended; `_wake`, which carries the commands out on that loop. Besides: `_sender`, which is the
@@ -36,7 +37,7 @@ class InProcess:
     def __init__(
         self,
         make_agent: Callable[[], TransferAgent],
-        buffer: PagedBuffer,
+        buffer: PagedBuffer | EngineMemory,
         identity: Identity,
         *,
         fleet_key: FleetKey | None = None,
@@ -123,7 +124,8 @@ class InProcess:
         agent = self._make_agent()
         try:
             await asyncio.wrap_future(agent.register(self._buffer.region))
-            self._sender = Sender(agent, self._identity, fleet_key=self._fleet_key)
+            placement = self._buffer.placement if isinstance(self._buffer, EngineMemory) else None
+            self._sender = Sender(agent, self._identity, placement=placement, fleet_key=self._fleet_key)
             host = PushHost(self._sender, listener.reported, _event_of)
             with self._lock:
                 self._wake = lambda: self._carry_out(host)

@@ -87,12 +87,20 @@ class KvLayout:
     element_bytes: int
     dtype: str = ""
     """The name of the dtype, for the handshake: equal names mean equal meaning."""
+    packing: str = ""
+    """The name of the order of the bytes within a head of a page, where an engine keeps another one than token by
+    token. Equal names mean equal orders."""
+    grouping: tuple[tuple[int, ...], ...] = ()
+    """The layers of each page group, where an engine has groups of its own: all layers of one are of one kind and
+    window. Where it is empty, the groups follow from the layers."""
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1 or self.element_bytes < 1:
             raise GeometryError(f"a page of {self.chunk_size} tokens of {self.element_bytes}-byte elements is none")
         if not any(layer and layer.elements_per_token for layer in self.layers):
             raise GeometryError("no layer of this model keeps KV per token: there is nothing to put into pages")
+        if self.grouping:
+            self._check_grouping()
 
     @classmethod
     def uniform(
@@ -104,11 +112,19 @@ class KvLayout:
     @cached_property
     def groups(self) -> tuple[PageGroup, ...]:
         """Holds the page groups, in the order in which pages of one block follow each other."""
+        if self.grouping:
+            firsts = [self.layers[indexes[0]] for indexes in self.grouping]
+            sizes = [len(indexes) for indexes in self.grouping]
+            return tuple(
+                PageGroup(first.kind, size, first.window) for first, size in zip(firsts, sizes, strict=True) if first
+            )
         return page_groups(self._merged(), self.chunk_size)
 
     @cached_property
     def layers_by_group(self) -> tuple[tuple[int, ...], ...]:
         """Holds, for each group, its layers, in order of the model."""
+        if self.grouping:
+            return self.grouping
         by_kind: dict[tuple[str, int | None], list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer is not None:
@@ -129,7 +145,10 @@ class KvLayout:
         """Returns a text for the handshake. Equal texts say that every byte of a page means the same, apart from dtype
         and chunk size, which are told beside it."""
         shapes = ";".join(_shape(layer) for layer in self.layers)
-        return f"layer,kv,head,token;{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
+        if self.grouping:
+            shapes += f"|{self.grouping}"
+        digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
+        return f"layer,kv,head,{self.packing or 'token'};{digest}"
 
     def describe_heads(self) -> str:
         """Returns the KV heads layer by layer, with runs of equal ones shortened: ``32×8``."""
@@ -139,6 +158,16 @@ class KvLayout:
     def of_rank(self, size: int = 1, index: int = 0) -> RankLayout:
         """Returns what rank `index` of `size` stores. Raises `GeometryError` where the heads cannot be divided so."""
         return RankLayout(self, Rank(size, index))
+
+    def _check_grouping(self) -> None:
+        """Raises `GeometryError` unless each layer with KV is in one group, with others of its kind."""
+        grouped = sorted(index for indexes in self.grouping for index in indexes)
+        if grouped != [index for index, layer in enumerate(self.layers) if layer is not None]:
+            raise GeometryError(f"page groups of layers {grouped} are not those of the layers that keep KV")
+        for indexes in self.grouping:
+            kinds = {(layer.kind, layer.window) for index in indexes if (layer := self.layers[index])}
+            if len(kinds) != 1 or "linear" in {kind for kind, _ in kinds}:
+                raise GeometryError(f"layers of the kinds {sorted(map(str, kinds))} cannot share pages")
 
     def _merged(self) -> list[LayerGroup]:
         return merge(_as_group(layer, self.element_bytes) for layer in self.layers if layer is not None)

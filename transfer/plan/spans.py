@@ -18,16 +18,21 @@ from transfer.agents.spans import merge
 from transfer.errors import GeometryError
 from transfer.plan.feeds import writers_of
 from transfer.plan.layout import Part, RankLayout
+from transfer.plan.placement import Placement, in_pages
 from transfer.plan.ranks import heads_between
 from transfer.plan.tags import TAG_SLOTS
 
 
 @dataclass(frozen=True)
 class SpanMap:
-    """A `SpanMap` tells what the rank `ours` writes to the rank `theirs`, of the same model."""
+    """A `SpanMap` tells what the rank `ours` writes to the rank `theirs`, of the same model.
+
+    `placement` says where our pages lie. With None they lie one behind the other, as theirs do.
+    """
 
     ours: RankLayout
     theirs: RankLayout
+    placement: Placement | None = None
     _slices: dict[tuple[int, int, int], Spans] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -70,14 +75,19 @@ class SpanMap:
         if self.ours.groups[group].group.kind == "linear":
             return self._state_spans(group, local_pages, remote_pages, blocks)
         table = self._slice(group, first_layer, self.num_layers(group) if end_layer is None else end_layer)
+        stride = self._places[group].stride
         if len(table) == len(local_pages) == 1:  # half the time of the array operations, which a small push waits for
             row = table[0].tolist()
-            ours, theirs = local_pages[0] * self.ours.page_bytes, remote_pages[0] * self.theirs.page_bytes
+            ours, theirs = local_pages[0] * stride, remote_pages[0] * self.theirs.page_bytes
             return np.array([(ours + row[0], theirs + row[1], row[2])], dtype=np.int64)
-        local = np.asarray(local_pages, dtype=np.int64)[:, None] * self.ours.page_bytes + table[None, :, 0]
+        local = np.asarray(local_pages, dtype=np.int64)[:, None] * stride + table[None, :, 0]
         remote = np.asarray(remote_pages, dtype=np.int64)[:, None] * self.theirs.page_bytes + table[None, :, 1]
         sizes = np.broadcast_to(table[None, :, 2], local.shape)
         return np.stack((local.ravel(), remote.ravel(), sizes.ravel()), axis=1)
+
+    @cached_property
+    def _places(self) -> Placement:
+        return in_pages(self.ours) if self.placement is None else self.placement
 
     def _slice(self, group: int, first: int, end: int) -> Spans:
         """Returns the rows of one page for layers `first` to `end`, merged. They are kept, since the same few are asked
@@ -86,16 +96,18 @@ class SpanMap:
         if key not in self._slices:
             if not 0 <= first < end <= self.num_layers(group):
                 raise GeometryError(f"group {group} has {self.num_layers(group)} layers, not {first} to {end}")
-            pairs = zip(self.ours.groups[group].parts, self.theirs.groups[group].parts, strict=True)
-            moves = (self._move(ours, theirs) for ours, theirs in pairs if first <= ours.layer < end)
+            parts = self.ours.groups[group].parts, self.theirs.groups[group].parts
+            trios = zip(*parts, self._places[group].offsets, strict=True)
+            moves = (self._move(ours, theirs, at) for ours, theirs, at in trios if first <= ours.layer < end)
             self._slices[key] = merge(_rows(move for move in moves if move is not None))
         return self._slices[key]
 
-    def _move(self, ours: Part, theirs: Part) -> tuple[int, int, int] | None:
+    def _move(self, ours: Part, theirs: Part, offset: int) -> tuple[int, int, int] | None:
+        """Returns what is copied of one part, which begins `offset` bytes into our memory in page 0."""
         heads = heads_between(ours.num_heads, self.ours.rank, self.theirs.rank)
         if not heads:
             return None
-        local = ours.offset + (heads.start - ours.heads.start) * ours.head_bytes
+        local = offset + (heads.start - ours.heads.start) * ours.head_bytes
         remote = theirs.offset + (heads.start - theirs.heads.start) * theirs.head_bytes
         return local, remote, len(heads) * ours.head_bytes
 

@@ -25,6 +25,7 @@ from transfer import wire
 from transfer.agents.base import TransferAgent
 from transfer.errors import PeerLost, TransferError
 from transfer.plan.blocks import page_table
+from transfer.plan.placement import Placement
 from transfer.roles.control import MAX_MESSAGE_BYTES
 from transfer.roles.handshake import Identity
 from transfer.roles.notifier import Notifier
@@ -56,10 +57,19 @@ class Sender:
     lost sessions and ask for more pages; `_standing`, what is open over all sessions; `_is_closed`.
     """
 
-    def __init__(self, agent: TransferAgent, identity: Identity, *, fleet_key: FleetKey | None = None) -> None:
-        """Speaks to receivers that have the same `fleet_key`. Without a key it speaks to receivers that have none."""
+    def __init__(
+        self,
+        agent: TransferAgent,
+        identity: Identity,
+        *,
+        placement: Placement | None = None,
+        fleet_key: FleetKey | None = None,
+    ) -> None:
+        """Speaks to receivers that have the same `fleet_key`. Without a key it speaks to receivers that have none.
+        `placement` says where the pages lie in the agent's region; with None one behind the other."""
         self._agent = agent
         self._identity = identity
+        self._placement = placement
         self._fleet_key = fleet_key
         self._notifier = Notifier()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -138,6 +148,7 @@ class Sender:
                     self._agent,
                     endpoint,
                     self._identity,
+                    placement=self._placement,
                     on_lost=self._retire,
                     standing=self._standing,
                     fleet_key=self._fleet_key,

@@ -30,6 +30,7 @@ from transfer import wire
 from transfer.agents.base import Region, TransferAgent
 from transfer.errors import AttemptLost, HandshakeRefused, PeerLost, ReceiverLost, ReservationRefused, TransferError
 from transfer.plan.feeds import readers_of
+from transfer.plan.placement import Placement
 from transfer.plan.runs import Run, are_within, num_in, numbers_of
 from transfer.plan.spans import SpanMap
 from transfer.plan.tags import slab_bytes
@@ -140,9 +141,11 @@ class Session:
         on_lost: Callable[[Session], None] = lambda session: None,
         *,
         standing: Standing,
+        placement: Placement | None = None,
         fleet_key: FleetKey | None = None,
     ) -> None:
         self._agent = agent
+        self._placement = placement
         self._standing = standing
         self._serial = standing.next_serial()
         self._endpoint = endpoint
@@ -389,7 +392,10 @@ class Session:
             raise PeerLost(f"the receiver at {self.address} names ranks {named}, and this side writes to {needed}")
         if any(slab.num_pages < welcome.num_pages for slab in welcome.slabs):
             raise PeerLost(f"the receiver at {self.address} has {welcome.num_pages} pages, and a rank of it fewer")
-        return [Target(slab, SpanMap(ours, layout)) for slab, layout in zip(welcome.slabs, found, strict=True)]
+        return [
+            Target(slab, SpanMap(ours, layout, self._placement))
+            for slab, layout in zip(welcome.slabs, found, strict=True)
+        ]
 
     async def _keep_alive(self) -> None:
         """Sends heartbeats while attempts are open or last words unconfirmed. Else sleeps, and ends the session after a

@@ -159,7 +159,7 @@ class EngineClient(Protocol):
     """
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Leg:
-        """Sends a POST and returns its answer when the answer's head is there.
+        """Sends a POST and returns its answer when the answer's head is there. `path` may be a whole URL.
 
         Raises `EngineUnreachable` (`EngineRefused`), `EngineBroken`.
         """

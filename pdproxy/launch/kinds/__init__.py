@@ -9,10 +9,12 @@ from pdproxy.launch.kinds.lmcache import LMCache
 from pdproxy.launch.kinds.mooncake import Mooncake
 from pdproxy.launch.kinds.sglang import Sglang
 from pdproxy.launch.kinds.vllm_nixl import VllmNixl
+from pdproxy.launch.kinds.vllm_transfer import VllmTransfer
 
 KINDS: dict[Engine, Kind] = {
     "builtin": Builtin(),
     "vllm_nixl": VllmNixl(),
+    "vllm_transfer": VllmTransfer(),
     "lmcache": LMCache(),
     "sglang": Sglang(),
     "mooncake": Mooncake(),

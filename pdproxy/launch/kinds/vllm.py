@@ -19,7 +19,7 @@ OWNED = {
     "--model": "choose it with --model",
     "--kv-transfer-config": "give what is to be added with the launcher's own --kv-transfer-config",
 }
-CONNECTOR_OWNED = ("kv_connector", "kv_role")
+CONNECTOR_OWNED = ("kv_connector", "kv_connector_module_path", "kv_role")
 EXTRA = "kv_connector_extra_config"
 KV_ROLES: dict[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -100,7 +100,8 @@ def _transfer(options: FleetOptions, seat: Seat, connector: Mapping[str, object]
         if name in options.kv_transfer_config:
             raise PreflightError(f"--kv-transfer-config: {name} follows from --engine and the role; leave it out")
     buffer = {"kv_buffer_device": "cpu"} if seat.device == "cpu" else {}
-    whole = {"kv_connector": connector["kv_connector"], "kv_role": KV_ROLES[seat.role], **buffer}
+    fixed = {name: value for name, value in connector.items() if name != EXTRA}
+    whole = {**fixed, "kv_role": KV_ROLES[seat.role], **buffer}
     own = connector.get(EXTRA, {})
     assert isinstance(own, dict)
     merged = {**own, **extra(options)}

@@ -66,9 +66,9 @@ class Http1Client:
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Http1Leg:
         """Does the same as `EngineClient.post`. Raises `EngineBroken` also for headers that nobody can send."""
-        origin, heads = self._home
+        (origin, heads), target = self._find(path)
         try:
-            head = heads.post(self._path + path, headers, len(body))
+            head = heads.post(target, headers, len(body))
         except ValueError as error:
             raise EngineBroken(str(error)) from error
         connection = self._reuse(origin) or await origin.connect(self._connect_timeout_s)

@@ -1,0 +1,278 @@
+"""A scheduler and a worker such as vLLM's, as far as a connector sees them: blocks, chunks, preemption, aborts.
+
+The KV of a token is a number made of the token, its position and the layer, so every byte that is read can be checked.
+Blocks that are given back are poisoned at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.e2e.cluster import free_ports
+from transfer import wire
+from transfer.agents.base import TransferAgent
+from transfer.connectors.vllm.receiver_thread import ReceiverThread
+from transfer.connectors.vllm.scheduler_side import SchedulerSide
+from transfer.connectors.vllm.worker_side import WorkerSide
+from transfer.dataplane.in_process import InProcess
+from transfer.dataplane.plane import DataPlane
+from transfer.memory.buffer import PagedBuffer
+from transfer.memory.engine_memory import EngineMemory
+from transfer.memory.views import layer_views
+from transfer.plan.layout import KvLayout, LayerKv
+from transfer.roles.handshake import Identity
+from transfer.roles.receiver import ReceiverConfig
+
+TOKENS, CONTENT, HEADS = 4, 2, 2
+WINDOW = 6
+HYBRID = KvLayout(
+    (LayerKv(HEADS, CONTENT, 0), LayerKv(HEADS, CONTENT, 0, "sliding", WINDOW)) * 2,
+    TOKENS,
+    4,
+    "float32",
+    grouping=((0, 2), (1, 3)),
+)
+NAMES = ("full 0", "windowed 0", "full 1", "windowed 1")
+POISON = -1.0
+
+
+@dataclass(eq=False)
+class Request:
+    """A request in vLLM's words."""
+
+    request_id: str
+    prompt: list[int]
+    kv_transfer_params: dict[str, Any] | None
+    num_computed: int = 0
+    state: str = "waiting"
+    blocks: list[list[int]] = field(default_factory=list)
+    failed_load: bool = False
+    reply: dict[str, Any] | None = None
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+
+class MiniVllm:
+    """One engine. `step` is one step of vLLM's."""
+
+    def __init__(self, name: str, make_agent: Callable[[], TransferAgent], *, sends: bool, num_blocks: int) -> None:
+        self.name = name
+        layout = HYBRID.of_rank()
+        # Two tensors, each shared by a layer of either group, as vLLM lays a hybrid model out.
+        first, second = torch.full((2, num_blocks, HEADS, TOKENS, CONTENT), POISON).unbind(0)
+        self.layers = [first, first, second, second]
+        memory = EngineMemory(self.layers, layout)
+        identity = Identity("mini", layout)
+        self.num_free_pages = lambda: 0
+        self.plane: DataPlane | None = None
+        self.inbox: ReceiverThread | None = None
+        received = []
+        if sends:
+            self.plane = DataPlane(InProcess(make_agent, memory, identity))
+            self.plane.start().result(10)
+        else:
+            self.inbox = ReceiverThread(_no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
+            self.inbox.start()
+            self.buffer = PagedBuffer(16, layout.page_bytes)
+            config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=2.0)
+            self.inbox.receive(make_agent(), self.buffer, identity, config)
+            received = layer_views(self.buffer.pages, layout)
+        self.scheduler = SchedulerSide(TOKENS, 1)
+        self.worker = WorkerSide(layout, NAMES, memory, plane=self.plane, inbox=self.inbox, received=received)
+        self.free = list(range(1, num_blocks))
+        self.requests: dict[str, Request] = {}
+        self.kept: dict[str, Request] = {}
+        self.preempted: set[str] = set()
+        self._finished: set[str] = set()
+
+    @property
+    def receiver(self) -> Any:
+        assert self.inbox is not None
+        return self.inbox._receiver
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def end(self, request: Request, *, is_whole: bool) -> None:
+        """Finishes or aborts a request."""
+        del self.requests[request.request_id]
+        if request.state == "loading":
+            request.state = "aborted while loading"
+            self.kept[request.request_id] = request
+            assert not self.scheduler.finished(request, is_whole=is_whole)[0]
+            return
+        is_kept, request.reply = self.scheduler.finished(request, is_whole=is_whole)
+        request.state = "over"
+        if is_kept:
+            self.kept[request.request_id] = request
+            self._finished.add(request.request_id)
+        else:
+            self._give_back(request)
+
+    def preempt(self, request: Request) -> None:
+        """Takes a running request's blocks away."""
+        self._give_back(request)
+        request.state, request.num_computed = "waiting", 0
+        self.preempted.add(request.request_id)
+
+    def step(self, budget: int) -> None:
+        """Schedules up to `budget` tokens, computes them, and hears the worker."""
+        new, cached = [], SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[])
+        scheduled: dict[str, int] = {}
+        for request in [one for one in self.requests.values() if one.state == "running"]:
+            if (count := min(budget, request.num_prompt_tokens - request.num_computed)) > 0:
+                ids = self._grow(request, request.num_computed + count)
+                if ids is None:
+                    continue
+                cached.req_ids.append(request.request_id)
+                cached.new_block_ids.append(ids)
+                cached.num_computed_tokens.append(request.num_computed)
+                scheduled[request.request_id] = count
+                budget -= count
+        for request in [one for one in self.requests.values() if one.state == "waiting"]:
+            if budget <= 0:
+                break
+            matched, is_async = (0, False)
+            if request.num_computed == 0:
+                matched, is_async = self.scheduler.num_matched(request, 0)  # type: ignore[assignment]
+            if matched is None:
+                continue
+            total = request.num_computed + matched
+            count = 0 if is_async else min(budget, request.num_prompt_tokens - total)
+            if self._grow(request, total + count, num_loaded=total) is None:
+                break
+            self.scheduler.allocated(request, [list(ids) for ids in request.blocks], matched)
+            if is_async:
+                request.num_computed, request.state = total, "loading"
+                continue
+            request.state = "running"
+            request_blocks = tuple(list(ids) for ids in request.blocks)
+            new.append(
+                SimpleNamespace(
+                    req_id=request.request_id, block_ids=request_blocks, num_computed_tokens=request.num_computed
+                )
+            )
+            scheduled[request.request_id] = count
+            budget -= count
+        orders = self.scheduler.take_orders(
+            SimpleNamespace(
+                scheduled_new_reqs=new,
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens=scheduled,
+                preempted_req_ids=self.preempted,
+            )
+        )
+        self.preempted = set()
+        finished, self._finished = self._finished, set()
+        self.worker.begin(orders)
+        for layer, name in enumerate(NAMES):
+            for request_id, count in scheduled.items():
+                self._compute(self.requests[request_id], layer, count)
+            if layer != 2:  # of one layer the connector is not told
+                self.worker.layer_computed(name)
+        self.worker.load(orders)
+        self.worker.end()
+        sent, loaded, failed = self.worker.results(sorted(finished))
+        self.scheduler.heard(self.worker.take_report(), sorted(loaded))
+        for request_id in sent:
+            self._give_back(self.kept.pop(request_id))
+        for request_id in loaded:
+            self._loaded(request_id, is_failed=request_id in failed)
+        for request_id, count in scheduled.items():
+            request = self.requests[request_id]
+            request.num_computed += count
+            if request.num_computed >= request.num_prompt_tokens:
+                self.end(request, is_whole=True)
+
+    def close(self) -> None:
+        if self.plane is not None:
+            self.plane.close()
+        if self.inbox is not None:
+            self.inbox.close()
+
+    # ── blocks ──
+
+    def _grow(self, request: Request, num_tokens: int, num_loaded: int = 0) -> tuple[list[int], ...] | None:
+        """Gives the request blocks for so many tokens; none in front of the window, where they were loaded."""
+        num_blocks = -(-num_tokens // TOKENS)
+        request.blocks = request.blocks or [[], []]
+        skipped = max(0, num_loaded - WINDOW + 1) // TOKENS
+        nulls = [0, skipped if not request.blocks[1] else 0]
+        wanted = [num_blocks - len(ids) for ids in request.blocks]
+        if sum(wanted) - sum(nulls) > len(self.free):
+            return None
+        added: list[list[int]] = []
+        for count, null in zip(wanted, nulls, strict=True):
+            ids = [0] * min(null, count) + [self.free.pop() for _ in range(max(0, count - null))]
+            added.append(ids)
+        for ids, more in zip(request.blocks, added, strict=True):
+            ids.extend(more)
+        return tuple(added)
+
+    def _give_back(self, request: Request) -> None:
+        for ids in request.blocks:
+            for block in filter(None, ids):
+                for tensor in self.layers:
+                    tensor[block] = POISON
+                self.free.append(block)
+        request.blocks = []
+
+    def _compute(self, request: Request, layer: int, count: int) -> None:
+        group = layer % 2
+        for position in range(request.num_computed, request.num_computed + count):
+            block = request.blocks[group][position // TOKENS]
+            self.layers[layer][block, :, position % TOKENS] = kv_of(request.prompt, position, layer)
+
+    def _loaded(self, request_id: str, *, is_failed: bool) -> None:
+        if request_id in self.kept:  # it was aborted meanwhile
+            self._give_back(self.kept.pop(request_id))
+            return
+        request = self.requests[request_id]
+        assert request.state == "loading"
+        request.state = "waiting"
+        if is_failed:
+            request.failed_load = True
+            self._give_back(request)
+            request.num_computed = 0
+        else:
+            self._check(request)
+
+    def _check(self, request: Request) -> None:
+        """Looks at every token that the next one will attend to."""
+        for layer in range(4):
+            group = layer % 2
+            end = request.num_computed
+            for position in range(0 if group == 0 else max(0, end - WINDOW + 1), end):
+                block = request.blocks[group][position // TOKENS]
+                found = self.layers[layer][block, :, position % TOKENS]
+                if block == 0 or not torch.equal(found, kv_of(request.prompt, position, layer)):
+                    request.wrong.append(f"layer {layer}, token {position} of {end}: {found.flatten().tolist()}")
+
+
+def kv_of(prompt: list[int], position: int, layer: int) -> torch.Tensor:
+    """The KV of one token in one layer, ``[heads, content]``."""
+    base = float(prompt[position] * 1000 + position * 10 + layer)
+    return torch.tensor([[base + head / 4, base + head / 4 + 0.125] for head in range(HEADS)])
+
+
+def _no_facts(receiver: object) -> wire.BufferFacts:
+    raise AssertionError("nobody asks here")
+
+
+def until(holds: Callable[[], bool], step: Callable[[], None], what: str, limit_s: float = 20.0) -> None:
+    """Takes steps until `holds`."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, what
+        step()
+        time.sleep(0.001)

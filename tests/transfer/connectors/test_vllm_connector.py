@@ -1,0 +1,271 @@
+"""Both halves of the connector for vLLM, between a small scheduler of blocks and real senders and receivers."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.transfer.connectors.mini_vllm import MiniVllm, Request, until
+from transfer.agents.fates import Fate
+from transfer.agents.mock import Hold, Land, MockAgent, MockFabric
+from transfer.agents.mock_write import MockWrite
+from transfer.memory.reservations import Holding
+
+SEED = int(os.environ.get("PDPROXY_TEST_SEED", "11"))
+
+
+class World:
+    """A prefiller and a decoder. `requests` are what was asked so far."""
+
+    def __init__(self, num_blocks: int = 60) -> None:
+        self.fabric = MockFabric()
+        self.agent = MockAgent(self.fabric, "prefiller")
+        self.prefiller = MiniVllm("prefiller", lambda: self.agent, sends=True, num_blocks=num_blocks)
+        self.decoder = MiniVllm(
+            "decoder", lambda: MockAgent(self.fabric, "decoder"), sends=False, num_blocks=num_blocks
+        )
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        return [random.randrange(1, 1000) for _ in range(num_tokens)]
+
+    def prefill(self, prompt: list[int], timeout_s: float = 30.0) -> Request:
+        attempt = uuid.uuid4().hex
+        end = self.decoder.receiver.endpoint
+        params = {
+            "attempt": attempt,
+            "receivers": [{"rank": 0, "host": end.host, "port": end.port}],
+            "timeout_s": timeout_s,
+        }
+        request = Request(f"prefill {attempt[:6]}", prompt, params)
+        self.prefiller.add(request)
+        return request
+
+    def decode(self, prefilled: Request, name: str = "decode") -> Request:
+        assert prefilled.kv_transfer_params is not None
+        request = Request(f"{name} {prefilled.request_id}", prefilled.prompt, prefilled.reply)
+        self.decoder.add(request)
+        return request
+
+    def holding(self, prefilled: Request) -> Holding | None:
+        assert prefilled.kv_transfer_params is not None
+        reservation = self.decoder.receiver.reservations.get(prefilled.kv_transfer_params["attempt"])
+        return None if reservation is None else reservation.holding
+
+    def step(self, budget: int = 7) -> None:
+        self.prefiller.step(budget)
+        self.decoder.step(budget)
+
+    def until_ready(self, prefilled: Request) -> None:
+        """Waits as a proxy does: for the prefiller's answer, and for the decoder's word."""
+        is_ready = lambda: prefilled.reply is not None and self.holding(prefilled) is Holding.READY  # noqa: E731
+        until(is_ready, self.step, "the KV is not ready")
+
+    def check_all_free(self) -> None:
+        """Every block and page is back."""
+        engines = self.prefiller, self.decoder
+        until(lambda: not any(e.kept or e.requests for e in engines), self.step, "a request is kept")
+        for engine in engines:
+            assert len(engine.free) == len(set(engine.free)) == 59, engine.name
+        pages = self.decoder.receiver.reservations
+        until(lambda: pages.num_free == pages.num_pages, self.step, f"pages are held: {pages!r}")
+        pages.check_integrity()
+
+
+@contextmanager
+def new_world() -> Iterator[World]:
+    world = World()
+    try:
+        yield world
+    finally:
+        world.prefiller.close()
+        world.decoder.close()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 17, 18, 30])
+def test_the_decoder_has_every_token_but_the_last(num_tokens: int) -> None:
+    """Also where the window of the last token begins with a block."""
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(num_tokens))
+        world.until_ready(prefilled)
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        assert decoded.wrong == []
+        assert not decoded.failed_load
+        world.check_all_free()
+
+
+def test_a_prompt_is_not_computed_before_its_pages_are_reserved() -> None:
+    with new_world() as world:
+        largest = [world.prefill(world.prompt(20)) for _ in range(3)]  # 5 + 2 or 3 pages each, of 16
+        world.until_ready(largest[0])
+        world.until_ready(largest[1])
+        for _ in range(20):
+            world.step()
+        assert largest[2].state == "waiting"
+        assert not largest[2].blocks
+        decoded = world.decode(largest[0])
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        world.until_ready(largest[2])
+        for one in largest[1:]:
+            answer = world.decode(one)
+            until(lambda: answer.state == "over", world.step, "no answer")  # noqa: B023
+            assert answer.wrong == []
+        world.check_all_free()
+
+
+def test_blocks_stay_until_the_last_write_has_landed() -> None:
+    with new_world() as world:
+        writes: list[MockWrite] = []
+
+        def hold(write: MockWrite) -> Hold:
+            writes.append(write)
+            return Hold()
+
+        world.agent.script = hold
+        prefilled = world.prefill(world.prompt(10))
+        until(lambda: prefilled.state == "over", world.step, "not computed")
+        for _ in range(20):
+            world.step()
+        assert prefilled.request_id in world.prefiller.kept
+        world.agent.script = lambda write: Land()
+        for write in list(writes):
+            write.land()
+        world.until_ready(prefilled)
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        assert decoded.wrong == []
+        world.check_all_free()
+
+
+@pytest.mark.parametrize("when", ["waiting", "running", "over"])
+def test_an_abort_gives_everything_back(when: str) -> None:
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(30))
+        until(lambda: prefilled.state == when, lambda: world.step(3), f"never {when}")
+        if when == "over":
+            world.until_ready(prefilled)
+            decoded = world.decode(prefilled)
+            world.decoder.end(decoded, is_whole=False)
+        else:
+            world.prefiller.end(prefilled, is_whole=False)
+        world.check_all_free()
+
+
+def test_a_preempted_prompt_is_not_sent_and_its_answer_says_so() -> None:
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(30))
+        until(lambda: prefilled.num_computed > 8, lambda: world.step(3), "never runs")
+        world.prefiller.preempt(prefilled)
+        until(lambda: prefilled.state == "over", world.step, "not computed again")
+        assert prefilled.reply is not None
+        assert "preempted" in prefilled.reply["failure"]
+        world.check_all_free()
+
+
+def test_a_decoder_that_cannot_be_reached_fails_the_attempt_and_not_the_engine() -> None:
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(10))
+        assert prefilled.kv_transfer_params is not None
+        world.prefiller.end(prefilled, is_whole=False)
+        params = prefilled.kv_transfer_params | {"receivers": [{"rank": 0, "host": "127.0.0.1", "port": 1}]}
+        lost = Request("lost", prefilled.prompt, params | {"attempt": "lost", "timeout_s": 0.3})
+        world.prefiller.add(lost)
+        until(lambda: lost.state == "over", world.step, "it hangs")
+        assert lost.reply is not None
+        assert lost.reply["failure"]
+        world.check_all_free()
+
+
+def test_kv_that_is_gone_is_a_failed_load() -> None:
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(10))
+        world.until_ready(prefilled)
+        assert world.decoder.inbox is not None
+        assert prefilled.reply is not None
+        world.decoder.inbox.release(prefilled.reply["attempt"])
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "it hangs")
+        assert decoded.failed_load
+        world.check_all_free()
+
+
+def test_of_several_answers_one_loads_and_the_others_compute() -> None:
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(10))
+        world.until_ready(prefilled)
+        answers = [world.decode(prefilled, name) for name in ("first", "second", "third")]
+        until(lambda: all(one.state == "over" for one in answers), world.step, "it hangs")
+        assert [one.failed_load for one in answers] == [False] * 3
+        assert [one.wrong for one in answers] == [[]] * 3
+        world.check_all_free()
+
+
+def test_an_answer_that_nobody_waits_for_any_more_gives_its_pages_back_though_another_was_asked() -> None:
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(10))
+        world.until_ready(prefilled)
+        first, second = (world.decode(prefilled, name) for name in ("first", "second"))
+        world.decoder.end(first, is_whole=False)
+        assert world.holding(prefilled) is Holding.READY
+        until(lambda: second.state == "over", world.step, "it hangs")
+        assert not second.failed_load
+        world.check_all_free()
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + 6))
+def test_whatever_happens_in_whatever_order_nothing_is_wrong_and_nothing_is_lost(seed: int) -> None:
+    """Chunks of any size, writes that land late, aborts and preemptions at any moment, blocks reused and poisoned."""
+    dice = random.Random(seed)
+    random.seed(seed)
+    with new_world() as world:
+        writes: list[MockWrite] = []
+
+        def sometimes_late(write: MockWrite) -> Fate:
+            if dice.random() < 0.5:
+                return Land()
+            writes.append(write)
+            return Hold()
+
+        world.agent.script = sometimes_late
+        prefilled: list[Request] = []
+        decoded: list[Request] = []
+        for _ in range(400):
+            for write in [write for write in writes if dice.random() < 0.2]:
+                writes.remove(write)
+                write.land()
+            if len(world.prefiller.requests) < 4 and dice.random() < 0.3:
+                prefilled.append(world.prefill(world.prompt(dice.randint(1, 30))))
+            for one in [one for one in prefilled if one.state == "over"]:
+                if one.reply is None or world.holding(one) is not Holding.READY:
+                    continue
+                if dice.random() < 0.3:
+                    decoded += [world.decode(one, f"answer {i}") for i in range(dice.choice((1, 1, 1, 2)))]
+                    prefilled.remove(one)
+            for engine in (world.prefiller, world.decoder):
+                for one in list(engine.requests.values()):
+                    if dice.random() < 0.02:
+                        engine.end(one, is_whole=False)
+                    elif one.state == "running" and dice.random() < 0.02:
+                        engine.preempt(one)
+            world.step(dice.choice((1, 3, 7, 16)))
+            time.sleep(0.003)  # what the two sides tell each other takes a moment
+        world.agent.script = lambda write: Land()
+        for write in writes:
+            write.land()
+
+        def rest() -> bool:
+            for one in prefilled:
+                if one.reply is not None and world.holding(one) is Holding.READY:
+                    world.decoder.inbox.release(one.reply["attempt"])  # type: ignore[union-attr]
+            return not any(e.requests or e.kept for e in (world.prefiller, world.decoder))
+
+        until(rest, world.step, f"seed {seed}: a request hangs")
+        assert [one.wrong for one in decoded if one.wrong] == [], f"seed {seed}"
+        assert sum(not one.failed_load for one in decoded) > 5, f"seed {seed}: nothing was tested"
+        world.check_all_free()

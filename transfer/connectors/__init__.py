@@ -1,0 +1,1 @@
+"""Ends of the transfer inside other people's engines, loaded by them as plug-ins."""

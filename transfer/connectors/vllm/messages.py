@@ -1,0 +1,91 @@
+"""What the two halves of the connector tell each other with every step of vLLM: orders go from the scheduler's half to
+each worker's, and reports come back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+
+from transfer.wire import Name, PushParams
+
+
+class LoadParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The ``kv_transfer_params`` of a prefill reply and of the decode leg that follows from it. They say: this
+    attempt's KV lies in the decoder's PD buffer.
+
+    Where the KV could not be sent, `failure` says why, and the rest means nothing.
+    """
+
+    attempt: Name
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPush:
+    """An order: ask the decoder for the pages of a prompt of `num_tokens` tokens."""
+
+    request_id: str
+    params: PushParams
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """An order: in this step these blocks of a request become complete. Send them."""
+
+    request_id: str
+    first_block: int
+    """The first of these blocks, counted from the beginning of the prompt; the same for all page groups."""
+    block_ids: tuple[list[int], ...]
+    """The blocks' numbers in vLLM's pool, one list per page group. Those of a null block mean nothing."""
+    is_last: bool
+    """True where no block of the prompt is left after these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An order: copy an attempt's pages into these blocks."""
+
+    request_id: str
+    attempt: str
+    num_tokens: int
+    first_block: int
+    """The first block that is to be filled, counted from the beginning of the prompt. vLLM has those before it."""
+    block_ids: tuple[list[int], ...]
+    """The blocks' numbers, one list per page group. 0 is vLLM's null block, which nobody reads."""
+
+
+@dataclass(slots=True)
+class StepOrders:
+    """All orders of one step, in the order in which they are carried out."""
+
+    opens: list[OpenPush] = field(default_factory=list)
+    aborts: dict[str, str] = field(default_factory=dict)
+    """The pushes that are to be given up, by request, and why."""
+    fills: list[Fill] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    releases: list[str] = field(default_factory=list)
+    """The attempts whose KV the decoder does not need: it has computed it itself, or has it in its cache."""
+
+    def __bool__(self) -> bool:
+        return bool(self.opens or self.aborts or self.fills or self.loads or self.releases)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What the workers say behind a step: each for itself, or all of them added up."""
+
+    granted: Counter[str] = field(default_factory=Counter)
+    """Counts, per request, the workers that have pages at the decoder now."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """The requests whose push has failed, and why."""
+
+    def __bool__(self) -> bool:
+        return bool(self.granted or self.failed)
+
+    def add(self, other: StepReport) -> None:
+        """Adds what another worker says."""
+        self.granted.update(other.granted)
+        self.failed = other.failed | self.failed

@@ -1,0 +1,181 @@
+"""A decoder's receiver beside vLLM's worker: a thread with an event loop, and the address at which the proxy asks for
+facts. A prefiller has the thread too, for the facts alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import uvicorn
+
+from transfer import wire
+from transfer.agents.base import TransferAgent, close_agent
+from transfer.connectors.vllm.facts import facts_app
+from transfer.errors import TransferError
+from transfer.memory.buffer import PagedBuffer
+from transfer.roles.handshake import Identity
+from transfer.roles.receiver import Receiver, ReceiverConfig
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+START_TIMEOUT_S = 60.0
+"""The longest time, in seconds, that the start of the thread may take."""
+
+
+class ReceiverThread:
+    """A `ReceiverThread` serves facts, and holds a `Receiver` where it is given an agent and a buffer.
+
+    Methods may be called from any other thread. They wait for the event loop, which has little to do.
+
+    Mutable state: `_receiver`, which belongs to the loop; `_server` and `_loop`, set once at the start.
+    """
+
+    def __init__(
+        self,
+        make_facts: Callable[[Receiver | None], wire.BufferFacts],
+        is_healthy: Callable[[], bool],
+        host: str,
+        port: int,
+    ) -> None:
+        self._make_facts = make_facts
+        self._is_healthy = is_healthy
+        self._host = host
+        self._port = port
+        self._receiver: Receiver | None = None
+        self._close_agent: Callable[[], None] = lambda: None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts the thread, and serves facts. Raises `TransferError` where the port cannot be had."""
+        self._thread.start()
+        self._do(self._serve(), START_TIMEOUT_S)
+
+    def receive(self, agent: TransferAgent, buffer: PagedBuffer, identity: Identity, config: ReceiverConfig) -> None:
+        """Opens a receiver. Raises `TransferError` where its parts do not fit together, and `zmq.ZMQError`."""
+        self._close_agent = lambda: close_agent(agent, buffer)
+
+        async def receive() -> None:
+            receiver = Receiver(agent, buffer, identity, config)
+            await receiver.start()
+            self._receiver = receiver
+
+        self._do(receive(), START_TIMEOUT_S)
+
+    def take(self, attempt: str) -> list[int]:
+        """Does what `Receiver.take` does, and raises what it raises."""
+        return self._call(lambda receiver: receiver.take(attempt))
+
+    def check_tags(self, attempt: str) -> None:
+        """Does what `Receiver.check_tags` does. Raises `AttemptLost`."""
+        if self._receiver is not None:
+            self._receiver.check_tags(attempt)
+
+    def consumed(self, attempt: str) -> None:
+        """Does what `Receiver.consumed` does, and raises what it raises."""
+        self._call(lambda receiver: receiver.consumed(attempt))
+
+    def release(self, attempt: str) -> None:
+        """Gives an attempt's pages back, which nobody has read. Returns at once."""
+
+        def release() -> None:
+            if self._receiver is not None:
+                self._receiver.cancel(attempt, "the decoder does not need it")
+
+        self._loop.call_soon_threadsafe(release)
+
+    def close(self) -> None:
+        """Closes the receiver and stops serving. Waits for that."""
+        if self._thread.is_alive():
+            try:
+                self._do(self._aclose(), 10.0)
+            except (TransferError, TimeoutError) as error:
+                log.warning("the receiver was not closed: %s", error)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5.0)
+        self._close_agent()
+
+    # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _call(self, work: Callable[[Receiver], T]) -> T:
+        async def call() -> T:
+            if self._receiver is None:
+                raise TransferError("this engine is a prefiller: nothing can be received here")
+            return work(self._receiver)
+
+        return self._do(call(), None)
+
+    def _do(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result(timeout_s)
+
+    async def _serve(self) -> None:
+        app = facts_app(self)
+        config = uvicorn.Config(
+            app,
+            host=self._host,
+            port=self._port,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            lifespan="off",
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve())
+        while not self._server.started:
+            if self._serving.done():
+                raise TransferError(f"port {self._port} on {self._host} cannot be had; choose another kv_port")
+            await asyncio.sleep(0.01)
+
+    async def _aclose(self) -> None:
+        if self._receiver is not None:
+            await self._receiver.aclose()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+    # ── for the routes, on the event loop ───────────────────────────────────────────────────────────────────────────
+
+    def is_healthy(self) -> bool:
+        """Tells whether this engine's end of the transfer can work."""
+        return self._is_healthy()
+
+    def buffer_facts(self) -> wire.BufferFacts:
+        """Returns what the proxy is told."""
+        return self._make_facts(self._receiver)
+
+    def cancel(self, attempt: str) -> bool:
+        """Withdraws an attempt. Returns True when none of its pages is held any more."""
+        return self._receiver is None or self._receiver.cancel(attempt)
+
+    def sender_ended(self, epoch: str) -> bool:
+        """Notes that a prefiller's process has ended. See `Receiver.sender_ended`."""
+        return self._receiver is None or self._receiver.sender_ended(epoch)
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the process's signals alone: they are vLLM's."""
+
+    def install_signal_handlers(self) -> None:
+        """Does nothing."""
+
+    def capture_signals(self) -> Any:
+        """Captures none."""
+        from contextlib import nullcontext
+
+        return nullcontext()

@@ -1,0 +1,222 @@
+"""The connector's half in vLLM's scheduler. It decides what the workers are told with the next step.
+
+What must hold: a prompt is not computed before all its pages are reserved at the decoder; a block of it is ordered to
+be sent once, in the step that completes it; and blocks of a request that has an open push are not given back before
+every worker has said that its writes have ended. A violation would be seen as a page that never arrives, or as bytes of
+another request in one that does.
+
+It knows vLLM's requests and outputs by the attributes it reads, and imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from transfer.connectors.vllm.messages import Fill, Load, LoadParams, OpenPush, StepOrders, StepReport
+from transfer.wire import PushParams
+
+log = logging.getLogger(__name__)
+
+MAX_CLAIMED = 10_000
+"""The most attempts that are remembered when some request has loaded them. The earliest is forgotten first."""
+
+_RECEIVERS = "receivers"
+"""The member of ``kv_transfer_params`` that tells a prefill leg from a decode leg."""
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A request whose KV goes to a decoder."""
+
+    params: PushParams
+    num_tokens: int
+    """The tokens whose KV is sent: all of the prompt but the last, which the decoder computes itself."""
+    num_granted: int = 0
+    """Counts the workers that have pages."""
+    failure: str | None = None
+    num_blocks_sent: int = 0
+    block_ids: list[list[int]] = field(default_factory=list)
+    """All blocks so far, per page group, by their place in the prompt."""
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A request whose KV is in the PD buffer. `is_settled` once it was loaded or is not needed."""
+
+    attempt: str
+    is_settled: bool = False
+
+
+class SchedulerSide:
+    """A `SchedulerSide` holds the requests that have ``kv_transfer_params`` of this connector's.
+
+    Mutable state: `_outgoing` and `_incoming`, by request; `_loading`, the requests whose load was ordered and is not
+    over; `_claimed`, the attempts that some request has loaded, is loading or has no use for; `_orders`, for the next
+    step.
+    """
+
+    def __init__(self, block_size: int, num_workers: int) -> None:
+        self._block_size = block_size
+        self._num_workers = num_workers
+        self._outgoing: dict[str, _Outgoing] = {}
+        self._incoming: dict[str, _Incoming] = {}
+        self._loading: dict[str, str] = {}
+        self._claimed: OrderedDict[str, str] = OrderedDict()
+        self._orders = StepOrders()
+
+    def __repr__(self) -> str:
+        return f"<SchedulerSide {len(self._outgoing)} outgoing, {len(self._incoming)} incoming>"
+
+    @property
+    def has_orders(self) -> bool:
+        """Tells whether there are orders that no worker has been given yet."""
+        return bool(self._orders)
+
+    def add(self, request: Any) -> None:
+        """Notes a request that has come."""
+        params = request.kv_transfer_params
+        if not isinstance(params, Mapping) or "attempt" not in params:
+            return
+        num_tokens = max(1, request.num_prompt_tokens - 1)
+        try:
+            if _RECEIVERS in params:
+                push = msgspec.convert(params, PushParams)
+                self._outgoing[request.request_id] = _Outgoing(push, num_tokens)
+                self._orders.opens.append(OpenPush(request.request_id, push, num_tokens))
+            else:
+                load = msgspec.convert(params, LoadParams)
+                self._incoming[request.request_id] = _Incoming(load.attempt)
+        except msgspec.ValidationError as error:
+            log.error("request %s: kv_transfer_params are not understood: %s", request.request_id, error)
+
+    # ── before a request runs ───────────────────────────────────────────────────────────────────────────────────────
+
+    def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """Says how many tokens behind the first `num_computed` need not be computed, and whether they are loaded
+        meanwhile. None for the number means: not now, ask again."""
+        if (outgoing := self._outgoing.get(request.request_id)) is not None:
+            is_decided = outgoing.failure is not None or outgoing.num_granted >= self._num_workers
+            return (0 if is_decided else None), False
+        incoming = self._incoming.get(request.request_id)
+        if incoming is None or incoming.is_settled:
+            return 0, False
+        owner = self._claimed.get(incoming.attempt, request.request_id)
+        if owner != request.request_id:  # one of several answers to one prompt: the others find its blocks cached
+            return (None if owner in self._loading else 0), False
+        num_missing = request.num_prompt_tokens - 1 - num_computed
+        return (num_missing, True) if num_missing > 0 else (0, False)
+
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
+        """Notes that the request has blocks, of which those of `num_external` tokens are to be loaded."""
+        incoming = self._incoming.get(request.request_id)
+        if incoming is None or incoming.is_settled:
+            return
+        incoming.is_settled = True
+        if incoming.attempt in self._claimed:
+            return
+        self._claim(incoming.attempt, request.request_id)
+        if not num_external:
+            self._orders.releases.append(incoming.attempt)
+            return
+        num_tokens = request.num_prompt_tokens - 1
+        first, end = (num_tokens - num_external) // self._block_size, -(-num_tokens // self._block_size)
+        blocks = tuple(list(ids[first:end]) for ids in block_ids)
+        self._orders.loads.append(Load(request.request_id, incoming.attempt, num_tokens, first, blocks))
+        self._loading[request.request_id] = incoming.attempt
+
+    # ── with every step ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take_orders(self, scheduled: Any) -> StepOrders:
+        """Returns the orders for the step that vLLM has `scheduled` (a ``SchedulerOutput``)."""
+        for request_id in getattr(scheduled, "preempted_req_ids", None) or ():
+            self._preempted(request_id)
+        num_tokens = scheduled.num_scheduled_tokens
+        for new in scheduled.scheduled_new_reqs:
+            if (outgoing := self._outgoing.get(new.req_id)) is not None:
+                outgoing.block_ids = [list(ids) for ids in new.block_ids]
+                self._fill(new.req_id, outgoing, new.num_computed_tokens + num_tokens[new.req_id])
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, new_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if (outgoing := self._outgoing.get(request_id)) is not None:
+                for known, ids in zip(outgoing.block_ids, new_ids or (), strict=False):
+                    known.extend(ids)
+                self._fill(request_id, outgoing, computed + num_tokens[request_id])
+        orders, self._orders = self._orders, StepOrders()
+        return orders
+
+    def heard(self, report: StepReport | None, finished_loads: Sequence[str]) -> None:
+        """Notes what the workers report, and which loads are over."""
+        for request_id in finished_loads:
+            self._loading.pop(request_id, None)
+        if report is None:
+            return
+        for request_id, count in report.granted.items():
+            if (outgoing := self._outgoing.get(request_id)) is not None:
+                outgoing.num_granted += count
+        for request_id, reason in report.failed.items():
+            if (outgoing := self._outgoing.get(request_id)) is not None and outgoing.failure is None:
+                log.warning("request %s: attempt %s failed: %s", request_id, outgoing.params.attempt, reason)
+                outgoing.failure = reason
+
+    # ── when a request is over ──────────────────────────────────────────────────────────────────────────────────────
+
+    def finished(self, request: Any, *, is_whole: bool) -> tuple[bool, dict[str, Any] | None]:
+        """Notes that a request is over, with an answer that `is_whole` or without one. Returns whether its blocks stay
+        until the workers have sent them, and the answer's ``kv_transfer_params``."""
+        request_id = request.request_id
+        self._forget_incoming(request_id)
+        outgoing = self._outgoing.pop(request_id, None)
+        if outgoing is None:
+            return False, None
+        if any(order.request_id == request_id for order in self._orders.opens):  # no worker has heard of it
+            self._orders.opens = [order for order in self._orders.opens if order.request_id != request_id]
+            return False, None
+        num_blocks = -(-outgoing.num_tokens // self._block_size)
+        if outgoing.failure is None and (not is_whole or outgoing.num_blocks_sent < num_blocks):
+            outgoing.failure = "the prefiller has given the request up"
+            self._orders.aborts[request_id] = outgoing.failure
+        params = LoadParams(attempt=outgoing.params.attempt, failure=outgoing.failure)
+        return True, msgspec.to_builtins(params) if is_whole else None
+
+    # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fill(self, request_id: str, outgoing: _Outgoing, num_computed: int) -> None:
+        """Orders what is complete when `num_computed` tokens are computed and was not before."""
+        if outgoing.failure is not None:
+            return
+        first, num_blocks = outgoing.num_blocks_sent, -(-outgoing.num_tokens // self._block_size)
+        end = num_blocks if num_computed >= outgoing.num_tokens else num_computed // self._block_size
+        if end > first:
+            outgoing.num_blocks_sent = end
+            blocks = tuple(ids[first:end] for ids in outgoing.block_ids)
+            self._orders.fills.append(Fill(request_id, first, blocks, is_last=end == num_blocks))
+
+    def _preempted(self, request_id: str) -> None:
+        """Gives up a push whose blocks vLLM has taken away: what a late write carries is not this request's."""
+        outgoing = self._outgoing.get(request_id)
+        if outgoing is not None and outgoing.failure is None:
+            outgoing.failure = "vLLM has preempted the request"
+            self._orders.aborts[request_id] = outgoing.failure
+
+    def _forget_incoming(self, request_id: str) -> None:
+        """Gives the attempt's pages back where this was the last request that might have loaded them."""
+        incoming = self._incoming.pop(request_id, None)
+        self._loading.pop(request_id, None)
+        if incoming is None or incoming.attempt in self._claimed:
+            return
+        if all(other.attempt != incoming.attempt for other in self._incoming.values()):
+            self._claim(incoming.attempt, request_id)
+            self._orders.releases.append(incoming.attempt)
+
+    def _claim(self, attempt: str, request_id: str) -> None:
+        self._claimed[attempt] = request_id
+        if len(self._claimed) > MAX_CLAIMED:
+            self._claimed.popitem(last=False)

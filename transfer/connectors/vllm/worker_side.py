@@ -1,0 +1,285 @@
+"""The connector's half in a worker of vLLM: one rank. It carries the scheduler's orders out.
+
+What must hold: of a block nothing is sent before vLLM has computed it, and everything after that, layer by layer; what
+vLLM reads from a block that was loaded was written there by the attempt it asked for; and every request that vLLM waits
+for is reported, whatever has become of its transfer. A violation would be seen as a wrong text, or as blocks that vLLM
+counts as taken while nothing runs.
+
+Called by vLLM's worker thread alone, and imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from transfer.agents.base import Event
+from transfer.connectors.vllm.messages import Fill, Load, OpenPush, StepOrders, StepReport
+from transfer.dataplane.plane import DataPlane, PlanePush
+from transfer.errors import TransferError
+from transfer.memory.engine_memory import EngineMemory
+from transfer.memory.views import LayerViews
+from transfer.plan.blocks import page_table
+from transfer.plan.layout import RankLayout
+
+log = logging.getLogger(__name__)
+
+
+class Inbox(Protocol):
+    """An `Inbox` is the PD buffer, as the worker sees it. See `ReceiverThread`."""
+
+    def take(self, attempt: str) -> list[int]: ...
+
+    def check_tags(self, attempt: str) -> None: ...
+
+    def consumed(self, attempt: str) -> None: ...
+
+    def release(self, attempt: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A request whose KV goes out. `push` is None where it could not even be begun."""
+
+    push: PlanePush | None
+    was_granted: bool = False
+    was_failed: bool = False
+    is_awaited: bool = False
+    """True once vLLM keeps its blocks until it is reported."""
+
+    @property
+    def is_over(self) -> bool:
+        """Tells whether no write can read its blocks any more."""
+        return self.push is None or self.push.ended.done()
+
+
+@dataclass(slots=True)
+class _Filling:
+    """The blocks of one request that become complete in the step under way: per page group, ordinals and blocks."""
+
+    push: PlanePush
+    pages: list[tuple[list[int], list[int]]]
+    is_last: bool
+
+
+@dataclass(slots=True)
+class _Copying:
+    """A load whose copies may still be under way on the device."""
+
+    load: Load
+    done: Event | None
+
+
+class WorkerSide:
+    """A `WorkerSide` sends from and loads into `memory`, vLLM's own KV cache.
+
+    `plane` carries out pushes, `inbox` has what was received, with its pages seen by layer as `received`; each is None
+    where this engine does not do that. `layer_names` are vLLM's, in the order of the layout's layers.
+
+    Mutable state: `_sending`, by request; `_filling`, those of the step under way, with `_told`, the layers that were
+    told of; `_copying`; `_report`, for the end of the step; `_failed_loads`.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        layer_names: Sequence[str],
+        memory: EngineMemory,
+        *,
+        plane: DataPlane | None,
+        inbox: Inbox | None,
+        received: Sequence[LayerViews | None] = (),
+    ) -> None:
+        self._layout = layout
+        self._memory = memory
+        self._plane = plane
+        self._inbox = inbox
+        self._received = list(received)
+        self._place_of = {
+            layer_names[index]: (number, position)
+            for number, group in enumerate(layout.groups)
+            for position, index in enumerate(group.layers)
+        }
+        self._is_cuda = memory.whole.is_cuda
+        self._stream: Any = torch.cuda.Stream(memory.whole.device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._sending: dict[str, _Sending] = {}
+        self._filling: list[_Filling] = []
+        self._told: set[tuple[int, int]] = set()
+        self._copying: list[_Copying] = []
+        self._report = StepReport()
+        self._failed_loads: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<WorkerSide {len(self._sending)} sending, {len(self._copying)} copying>"
+
+    # ── a step ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, orders: StepOrders) -> None:
+        """Takes a step's orders, before anything of it is computed."""
+        for opened in orders.opens:
+            self._open(opened)
+        for request_id, reason in orders.aborts.items():
+            if (sending := self._sending.get(request_id)) is not None and sending.push is not None:
+                sending.push.abort(reason)
+        self._told = set()
+        self._filling = [filling for fill in orders.fills if (filling := self._prepare(fill)) is not None]
+        for attempt in orders.releases:
+            if self._inbox is not None:
+                self._inbox.release(attempt)
+
+    def layer_computed(self, name: str) -> None:
+        """Sends what the layer of this name has put into the blocks of this step."""
+        place = self._place_of.get(name)
+        if self._filling and place is not None and place not in self._told:
+            self._told.add(place)
+            self._send(*place, self._now())
+
+    def load(self, orders: StepOrders) -> None:
+        """Begins to copy what is to be loaded."""
+        for load in orders.loads:
+            self._load(load)
+
+    def end(self) -> None:
+        """Sends the layers of this step that nobody has told of, and says which prompts are complete."""
+        if not self._filling:
+            return
+        rest = [place for place in self._place_of.values() if place not in self._told]
+        if rest:
+            after = self._now()
+            for group, position in rest:
+                self._send(group, position, after)
+        for filling in self._filling:
+            if filling.is_last and filling.push.failure is None:
+                filling.push.finish()
+        self._filling = []
+
+    def results(self, finished: Sequence[str]) -> tuple[set[str], set[str], set[str]]:
+        """Returns the requests that are sent, those that are loaded, and those of the latter that have failed.
+
+        `finished` are requests that vLLM has ended. Their blocks stay until they were returned as sent.
+        """
+        for request_id in finished:
+            if (sending := self._sending.get(request_id)) is not None:
+                sending.is_awaited = True
+        sent = {request_id for request_id, one in self._sending.items() if one.is_awaited and one.is_over}
+        for request_id in sent:
+            del self._sending[request_id]
+        loaded, self._failed_loads = set(self._failed_loads), set()
+        failed = set(loaded)
+        still_copying = []
+        for copying in self._copying:
+            if copying.done is not None and not copying.done.query():
+                still_copying.append(copying)
+            else:
+                loaded.add(copying.load.request_id)
+                if not self._copied(copying.load):
+                    failed.add(copying.load.request_id)
+        self._copying = still_copying
+        return sent, loaded, failed
+
+    def take_report(self) -> StepReport | None:
+        """Returns what the scheduler's half is to hear, or None."""
+        for request_id, one in self._sending.items():
+            if one.push is None:
+                continue
+            if not one.was_failed and (reason := one.push.failure) is not None:
+                one.was_failed = True
+                self._report.failed[request_id] = reason
+            elif not one.was_granted and one.push.granted.done():
+                one.was_granted = True
+                self._report.granted[request_id] += 1
+        report, self._report = self._report, StepReport()
+        return report or None
+
+    # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _open(self, order: OpenPush) -> None:
+        push = None
+        try:
+            if self._plane is None:
+                raise TransferError("this engine is a decoder: its kv_role has to be kv_producer or kv_both")
+            push = self._plane.open(order.params, num_tokens=order.num_tokens)
+        except TransferError as error:
+            self._report.failed[order.request_id] = str(error)
+        self._sending[order.request_id] = _Sending(push)
+
+    def _prepare(self, fill: Fill) -> _Filling | None:
+        sending = self._sending.get(fill.request_id)
+        push = None if sending is None else sending.push
+        if push is None or push.failure is not None:
+            return None
+        pages = []
+        for group, blocks in enumerate(fill.block_ids):
+            ordinals = [push.table.ordinal(group, fill.first_block + i) for i in range(len(blocks))]
+            kept = [(ordinal, block) for ordinal, block in zip(ordinals, blocks, strict=True) if ordinal is not None]
+            pages.append(([ordinal for ordinal, _ in kept], [block for _, block in kept]))
+        return _Filling(push, pages, fill.is_last)
+
+    def _send(self, group: int, position: int, after: Event | None) -> None:
+        for filling in self._filling:
+            ordinals, blocks = filling.pages[group]
+            if ordinals and filling.push.failure is None:
+                filling.push.pages_filled(ordinals, blocks, position, position + 1, after=after)
+
+    def _now(self) -> Event | None:
+        """Returns an event behind all that the device was given so far; None where nothing is under way on return."""
+        if not self._is_cuda:
+            return None
+        event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()  # type: ignore[attr-defined]
+        return event
+
+    def _load(self, load: Load) -> None:
+        """Begins one load. A failure is reported with the results: vLLM computes the prompt, or fails the request."""
+        try:
+            if self._inbox is None:
+                raise TransferError("this engine is a prefiller: its kv_role has to be kv_consumer or kv_both")
+            self._copying.append(_Copying(load, self._copy(load, self._inbox.take(load.attempt))))
+        except TransferError as error:
+            log.warning("request %s: attempt %s cannot be loaded: %s", load.request_id, load.attempt, error)
+            self._failed_loads.add(load.request_id)
+
+    def _copy(self, load: Load, pages: list[int]) -> Event | None:
+        """Copies an attempt's pages into vLLM's blocks. Returns an event behind the copies, or None."""
+        table = page_table(self._layout.kv.groups, load.num_tokens, self._layout.chunk_size)
+        if self._is_cuda:
+            self._stream.wait_stream(torch.cuda.current_stream())  # which may still be reading what was in the blocks
+        with torch.cuda.stream(self._stream) if self._is_cuda else torch.no_grad():
+            for group, blocks in enumerate(load.block_ids):
+                ordinals = [table.ordinal(group, load.first_block + i) for i in range(len(blocks))]
+                pairs = [
+                    (pages[o], block) for o, block in zip(ordinals, blocks, strict=True) if o is not None and block
+                ]
+                if not pairs:
+                    continue
+                device = self._memory.whole.device
+                theirs = torch.tensor([page for page, _ in pairs], device=device)
+                ours = torch.tensor([block for _, block in pairs], device=device)
+                for index in self._layout.groups[group].layers:
+                    target, views = self._memory.layers[index], self._received[index]
+                    assert target is not None
+                    assert views is not None
+                    pages_of_layer = views.keys.view(torch.uint8).index_select(0, theirs)
+                    target.view(torch.uint8).index_copy_(0, ours, pages_of_layer)
+            return self._now()
+
+    def _copied(self, load: Load) -> bool:
+        """Gives the attempt's pages back, now that they were copied. Returns whether what was copied is right."""
+        assert self._inbox is not None
+        try:
+            self._inbox.check_tags(load.attempt)
+        except TransferError as error:
+            log.error("request %s: %s", load.request_id, error)
+            is_right = False
+        else:
+            is_right = True
+        try:
+            self._inbox.consumed(load.attempt)
+        except TransferError as error:
+            log.warning("request %s: attempt %s was lost while it was copied: %s", load.request_id, load.attempt, error)
+            is_right = False
+        return is_right
