@@ -6,8 +6,11 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from pdproxy.config.values import Engine
 
 ROOT = Path(__file__).parents[1]
 
@@ -190,7 +193,7 @@ def test_below_the_server_only_two_places_do_io() -> None:
 
 
 def test_only_assemble_knows_the_concrete_classes() -> None:
-    kinds = {f"pdproxy.engines.{kind}" for kind in ("builtin", "vllm_nixl", "lmcache", "sglang", "mooncake")}
+    kinds = {f"pdproxy.engines.{kind}" for kind in get_args(Engine)}
     clients = {"pdproxy.engines.http.httpx_client", "pdproxy.engines.http.http1.client"}
     concrete = {"pdproxy.admission.budget", "pdproxy.kv_signals.zmq", *clients, *kinds}
     outside = {"pdproxy.loadtest.target"}  # a client of whatever proxy or engine it is pointed at

@@ -14,7 +14,6 @@ import msgspec
 from pdproxy.engines import model_cards
 from pdproxy.engines.adapter import (
     AttemptInfo,
-    Call,
     DecodeLeg,
     MalformedReply,
     PrefillReply,
@@ -22,20 +21,26 @@ from pdproxy.engines.adapter import (
     ReleaseMode,
     Resumption,
 )
-from pdproxy.engines.info import EngineInfo, Receiver
-from pdproxy.engines.model_cards import read_model_cards
+from pdproxy.engines.info import EngineInfo
+from pdproxy.engines.kv_push import (
+    BUFFER,
+    HEALTH,
+    SENDER_ENDED,
+    cancelling,
+    push_params,
+    read_buffer,
+    read_cancelled,
+    receiver_ranks,
+)
 from pdproxy.engines.one_token import OUT_OF_TOKENS, OneToken, read_one_token
 from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
 from pdproxy.openai.assembled import WholeShape
 from pdproxy.openai.request import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
 from pdproxy.openai.response import BROKEN_FINISHES
-from transfer.geometry import PageGroup
 from transfer.trust import AttemptKey
-from transfer.wire import BufferFacts, Endpoint, PushParams, ResumeParams
+from transfer.wire import ResumeParams
 
 PARAMS = "kv_transfer_params"
-HEALTH, BUFFER = "/health", "/kv_buffer"
-CANCEL, SENDER_ENDED = "/kv_transfer/cancel", "/kv_transfer/sender_ended"
 _HEAD, _END = ("id", "object", "created", "model", "choices", "usage"), ("logprobs", "finish_reason")
 _SHAPE = WholeShape(
     completion=_HEAD,
@@ -51,13 +56,7 @@ class _Prompt(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
-class _Cancelled(msgspec.Struct):
-    released: bool
-
-
 _prompt = msgspec.json.Decoder(_Prompt)
-_buffer = msgspec.json.Decoder(BufferFacts)
-_cancelled = msgspec.json.Decoder(_Cancelled)
 
 
 class BuiltinAdapter:
@@ -151,84 +150,6 @@ class BuiltinAdapter:
 
     def read_errand(self, status: int, body: bytes) -> bool:
         return read_cancelled(status, body)
-
-
-# ── what every engine says and is told whose KV goes through ``transfer`` ───────────────────────────────────────────
-
-
-def read_buffer(facts: bytes, cards: bytes, *, kv_url: str | None = None) -> EngineInfo:
-    """Returns what an engine tells in ``GET /kv_buffer`` and ``GET /v1/models``. `kv_url` says where the first of the
-    two was asked, if not at the engine's own address. Raises `MalformedReply`."""
-    known = read_model_cards(cards)
-    try:
-        buffer = _buffer.decode(facts)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedReply(f"its {BUFFER} is not understood: {error}") from None
-    return EngineInfo(
-        epoch=buffer.epoch,
-        role=buffer.role,
-        models=known.names,
-        cards=known.cards,
-        agreement=_agreement(buffer),
-        num_pages=buffer.num_pages,
-        num_occupied=_num_occupied(buffer),
-        num_wrong_tags=buffer.num_wrong_tags,
-        chunk_size=buffer.chunk_size,
-        page_bytes=buffer.page_bytes,
-        max_model_len=buffer.max_model_len,
-        groups=tuple(PageGroup(g.kind, g.num_layers, g.window, g.state_pages) for g in buffer.groups),
-        windowed=buffer.windowed,
-        receivers=tuple(Receiver(rank=one.rank, host=one.host, port=one.port) for one in buffer.receivers),
-        kv_url=kv_url,
-    )
-
-
-def push_params(info: AttemptInfo, key: AttemptKey | None, prompt_ids: list[int] | None) -> msgspec.Raw:
-    """Returns the ``kv_transfer_params`` of a prefill leg, signed with `key` if there is one."""
-    params = PushParams(
-        attempt=info.attempt,
-        receivers=[Endpoint(rank=one.rank, host=one.host, port=one.port) for one in info.decoder.receivers],
-        timeout_s=info.timeout_s,
-        notify=info.notify,
-        prompt_token_ids=prompt_ids,
-        num_answer_tokens=info.num_answer_tokens,
-        capability=None if key is None else key.sign(info.attempt, info.notify),
-    )
-    return msgspec.Raw(msgspec.json.encode(params))
-
-
-def cancelling(info: AttemptInfo) -> ReleaseCall:
-    """Returns the call that cancels the attempt. The decoder drops it at whatever point it is."""
-    call = Call(f"{info.decoder.kv_url or ''}{CANCEL}", msgspec.json.encode({"attempt": info.attempt}))
-    return ReleaseCall("decode", call)
-
-
-def read_cancelled(status: int, body: bytes) -> bool:
-    """Returns whether a cancelled attempt's pages are free. Raises `MalformedReply`."""
-    if status != 200:
-        raise MalformedReply(f"it answers a cancel with HTTP {status}")
-    try:
-        return _cancelled.decode(body).released
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedReply(f"its answer to a cancel is not understood: {error}") from None
-
-
-def receiver_ranks(decoder: EngineInfo) -> frozenset[int]:
-    """Returns the ranks that say for themselves when an attempt's KV is there."""
-    return frozenset(receiver.rank for receiver in decoder.receivers)
-
-
-def _agreement(buffer: BufferFacts) -> dict[str, str]:
-    """Returns what a prefiller and a decoder must have alike. An engine that tells no fleet key is not held to one."""
-    told = {"fleet_key": buffer.fleet_key} if buffer.fleet_key else {}
-    return {"model": buffer.model, "dtype": buffer.dtype, "chunk_size": str(buffer.chunk_size), **told}
-
-
-def _num_occupied(buffer: BufferFacts) -> int | None:
-    """Returns the pages that are not free, those in quarantine included; None for a prefiller, which has no
-    PD buffer.
-    """
-    return max(0, buffer.num_pages - buffer.num_free) if buffer.num_pages else None
 
 
 def _check_finished(request: GenerationRequest, reason: str | None) -> None:

@@ -39,9 +39,7 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
         case "vllm_nixl":
             return VllmNixlAdapter(one.role, data_parallel_rank=one.data_parallel_rank, **lease)
         case "vllm_transfer":
-            return VllmTransferAdapter(
-                one.role, kv_url=_kv_url(one, settings), attempt_key=_attempt_key(settings), **lease
-            )
+            return VllmTransferAdapter(kv_url=_kv_url(one, settings), attempt_key=_attempt_key(settings), **lease)
         case "lmcache":
             return LMCacheAdapter(
                 one.role, buffer=_lmcache_buffer(one, settings), first_token=settings.first_token, **lease

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdproxy.config.values import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.adapter import AttemptInfo, NoHandoff, PrefillReply, ReleaseCall, ReleaseMode
-from pdproxy.engines.builtin import (
+from pdproxy.engines.info import EngineInfo
+from pdproxy.engines.kv_push import (
     BUFFER,
     HEALTH,
     SENDER_ENDED,
@@ -24,10 +24,9 @@ from pdproxy.engines.builtin import (
     read_cancelled,
     receiver_ranks,
 )
-from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
-from pdproxy.engines.vllm_nixl import VllmNixlAdapter
+from pdproxy.engines.vllm_legs import VllmLegs
 from pdproxy.openai.request import GenerationRequest
 from transfer.trust import AttemptKey
 
@@ -41,15 +40,13 @@ class _Handoff(msgspec.Struct):
 _handoff = msgspec.json.Decoder(_Handoff)
 
 
-class VllmTransferAdapter(VllmNixlAdapter):
+class VllmTransferAdapter(VllmLegs):
     """Implements `engines.adapter.Adapter`. `kv_url` is where the instance's connector answers."""
 
     name = "vllm_transfer"
 
-    def __init__(
-        self, role: Role, *, kv_url: str, attempt_key: AttemptKey | None = None, lease_s: float = 60.0
-    ) -> None:
-        super().__init__(role, lease_s=lease_s)
+    def __init__(self, *, kv_url: str, attempt_key: AttemptKey | None = None, lease_s: float = 60.0) -> None:
+        super().__init__()
         self._kv_url = kv_url
         self._attempt_key = attempt_key
         self.traits = EngineTraits(
@@ -86,7 +83,7 @@ class VllmTransferAdapter(VllmNixlAdapter):
     def read_errand(self, status: int, body: bytes) -> bool:
         return read_cancelled(status, body)
 
-    def _params(self, info: AttemptInfo) -> msgspec.Raw:
+    def prefill_params(self, info: AttemptInfo) -> msgspec.Raw:
         return push_params(info, self._attempt_key, None)
 
 

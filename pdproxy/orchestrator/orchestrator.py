@@ -468,13 +468,16 @@ class Orchestrator:
     async def _grant_in_turn(self, attempt: Attempt, ways: Ways, turn: asyncio.Lock) -> Grant:
         """Returns the grant, for which the attempt stands in line once it has its turn: until then it holds nothing,
         and its time in line has not begun. Raises as `Admission.wait` does."""
-        async with turn:
+        await turn.acquire()
+        try:
             demand = self._demand(attempt, ways)
             grant = self._admission.bind_now(demand)
             if grant is None:
                 self._pool.wanted.note(attempt.context.request.model)
                 grant = await self._admission.wait(demand)
             return grant
+        finally:
+            turn.release()
 
     def _attempt(self, context: RequestContext, size: PromptSize) -> Attempt:
         return Attempt(context, size, self._admission, self._reaper.adopt)

@@ -140,10 +140,13 @@ class SettingsCommand(Untouched):
 
 
 def exit_status(app: typer.Typer, program: str, words: Iterable[str] | None = None) -> int:
-    """Runs a command line, that of this process by default, and returns its exit status."""
+    """Runs a command line, that of this process by default, and returns its exit status. A text in place of that is
+    printed, as Python does with it."""
     try:
         app(None if words is None else list(words), prog_name=program)
     except SystemExit as end:
+        if isinstance(end.code, str):
+            typer.echo(end.code, err=True)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
 

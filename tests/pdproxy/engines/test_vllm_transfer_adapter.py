@@ -15,8 +15,8 @@ from transfer.trust import AttemptKey, new_key
 
 KV_URL = "http://d:5701"
 KEY = AttemptKey.parse(new_key())
-PREFILLER = VllmTransferAdapter("prefill", kv_url="http://p:5700", attempt_key=KEY)
-DECODER = VllmTransferAdapter("decode", kv_url=KV_URL)
+PREFILLER = VllmTransferAdapter(kv_url="http://p:5700", attempt_key=KEY)
+DECODER = VllmTransferAdapter(kv_url=KV_URL)
 FACTS = EngineInfo(epoch="e", receivers=(Receiver(rank=0, host="d", port=7300),), kv_url=KV_URL)
 INFO = AttemptInfo(
     attempt="a1", prefiller=FACTS, decoder=FACTS, timeout_s=9.5, notify="tcp://p:7500", prompt_ids=[7, 8]

@@ -275,7 +275,7 @@ NOT_THERE = FakeReply(404, [b'{"detail":"Not Found"}'])
             "builtin",
             {"/version": b'{"version":"0.32.0"}', "/metrics": b'vllm:num_requests_running{engine="0"} 0.0\n'},
             'it did not answer: /kv_buffer is HTTP 404: this is vLLM 0.32.0, and builtin is configured; say engine = "'
-            'vllm_nixl" (or lmcache or mooncake, as its connector is)',
+            'vllm_nixl" (or vllm_transfer or lmcache or mooncake, as its connector is)',
         ),
         ("builtin", {"/server_info": b'{"model_path":"m","version":"0.5.23"}'}, "this is SGLang 0.5.23, and builtin"),
         ("builtin", {"/get_model_info": b'{"model_path":"m"}'}, 'say engine = "sglang"'),

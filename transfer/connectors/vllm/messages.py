@@ -1,5 +1,5 @@
-"""What the two halves of the connector tell each other with every step of vLLM: orders go from the scheduler's half to
-each worker's, and reports come back."""
+"""The two halves of the connector speak with every step of vLLM: orders go from the scheduler's half to each worker's,
+and reports come back."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class StepOrders:
 
 @dataclass(slots=True)
 class StepReport:
-    """What the workers say behind a step: each for itself, or all of them added up."""
+    """A `StepReport` is the word of one worker behind a step, or that of all of them added up."""
 
     granted: Counter[str] = field(default_factory=Counter)
     """Counts, per request, the workers that have pages at the decoder now."""
