@@ -263,7 +263,8 @@ FOREIGN = {
     "--max-running-requests", "--page-size", "--tp-size", "--dp-size",
     "--enable-prompt-tokens-details", "--enable-return-routed-experts",
     "--block-size", "--enable-prefix-caching", "--no-enable-prefix-caching", "--max-model-len", "--max-num-seqs",
-    "--tensor-parallel-size", "--data-parallel-size", "--kv-transfer-config", "--enforce-eager",
+    "--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size", "--kv-transfer-config",
+    "--enforce-eager",
     "--prompt", "--max-tokens", "--workers", "--deep",
 }  # fmt: skip
 """Of SGLang, vLLM, uvicorn, and of examples/1p1d/run.sh and scripts/check_kernel."""
