@@ -274,7 +274,9 @@ class Settings(BaseSettings):
         ]
         for role, flag in (("prefill", "--prefill"), ("decode", "--decode")):
             if not any(instance.role == role for instance in fleet):
-                raise ConfigError(f"instances: no {role} instance is configured; give {flag} URL or a file")
+                raise ConfigError(
+                    f"instances: no {role} instance is configured; give {flag} URL, or a file with --config"
+                )
         self.check_instances(fleet)
         check_models(fleet)
         return tuple(fleet)

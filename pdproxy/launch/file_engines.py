@@ -18,6 +18,7 @@ from pdproxy.launch.kinds.base import EnginePlan, Seat
 from pdproxy.launch.lmcache_file import read_lmcache_file
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import EVERYWHERE, FleetOptions, RunOptions, Side
+from pdproxy.launch.preflight import is_builtin_device
 
 USUAL = FleetOptions()
 FIELDS = {
@@ -171,6 +172,8 @@ class FileEngines:
         device = launch.device or ("cuda" if launch.gpus else kind.device)
         if one.engine != "builtin" and device not in ("cpu", "cuda"):
             raise PreflightError(f"launch.device {device} is neither cpu nor cuda; which GPU it gets launch.gpus says")
+        if one.engine == "builtin" and not is_builtin_device(device):
+            raise PreflightError(f"launch.device {device} is neither cpu nor cuda nor cuda:N")
         if launch.gpus and device != "cuda":
             raise PreflightError(f"launch.gpus names GPUs, and launch.device is {device}; leave one of them out")
         if one.engine != "builtin" and device == "cuda":

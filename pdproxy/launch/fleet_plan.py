@@ -23,7 +23,7 @@ from pdproxy.launch.kinds import KINDS
 from pdproxy.launch.kinds.base import EnginePlan, Seat
 from pdproxy.launch.machine import Machine, environment
 from pdproxy.launch.options import EVERYWHERE, FleetOptions
-from pdproxy.launch.preflight import PortUse
+from pdproxy.launch.preflight import PortUse, is_builtin_device
 from pdproxy.launch.process import Program
 
 CONFIG = "serve.toml"
@@ -150,6 +150,8 @@ def _device(options: FleetOptions) -> str:
         raise PreflightError(
             f"--device {device} is neither cpu nor cuda; which GPU an engine gets is said by --devices"
         )
+    if options.engine == "builtin" and not is_builtin_device(device):
+        raise PreflightError(f"--device {device} is neither cpu nor cuda nor cuda:N")
     if options.devices and device != "cuda":
         raise PreflightError(f"--devices names GPUs, and --device is {device}; leave one of them out")
     return device

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -44,6 +45,8 @@ if not number.value:
 """Prints why torch could not compute on a GPU, and nothing where it could. The driver is asked directly, because torch
 takes seconds to import. An AMD GPU is left to torch."""
 MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+COMMAND_CHARS = 60
+"""The most characters that are shown of somebody else's command line."""
 PYTHON_TIMEOUT_S = 60.0
 """The seconds that an interpreter may take to start; on a cold network disk it takes long."""
 
@@ -111,7 +114,8 @@ def _by_whom(port: int) -> str:
         with suppress(OSError):
             if any(os.readlink(fd) in sockets for fd in (process / "fd").iterdir()):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f" by pid {process.name} ({command[:60]})"
+                shown = command if len(command) <= COMMAND_CHARS else f"{command[:COMMAND_CHARS].rstrip()} …"
+                return f" by pid {process.name} ({shown})"
     return ""
 
 
@@ -137,13 +141,18 @@ def check_modules(names: Sequence[str], python: Path | None) -> None:
         raise PreflightError(f"{whose} has no {', '.join(missing)}; {way_out}")
 
 
+def is_builtin_device(device: str) -> bool:
+    """Tells whether the built-in engine can be told to compute on this device."""
+    return re.fullmatch(r"cpu|cuda(:\d+)?", device) is not None
+
+
 def check_cuda(python: Path | None) -> None:
     """Checks that torch in the engines' interpreter could compute on a GPU, without importing it. Raises
     `PreflightError`."""
     if why := _said_by(python, WITHOUT_CUDA).strip():
         raise PreflightError(
-            f"--device cuda (in a file: launch.device): {why}; give --device cpu, or with --python a "
-            "Python whose torch has CUDA"
+            f"--device, --devices (in a file: launch.device, launch.gpus) ask for GPUs: {why}; give --device cpu and "
+            "no --devices, or with --python a Python whose torch has CUDA"
         )
 
 

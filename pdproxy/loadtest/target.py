@@ -88,7 +88,11 @@ async def first_model(url: str, *, api_key: str | None = None, timeout_s: float 
     try:
         status, body = await client.get("/v1/models", timeout_s=timeout_s)
         cards = read_cards(body) if status == 200 else []
-    except (EngineUnreachable, EngineBroken, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except EngineUnreachable as error:
+        raise TargetError(
+            f"{url} cannot be reached: {error}; start what is to be tested, or correct the address"
+        ) from None
+    except (EngineBroken, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TargetError(f"{url} does not say which models it has: {error}") from None
     finally:
         await client.aclose()

@@ -335,6 +335,8 @@ class Orchestrator:
             # Cancelled: because time is over for all, or another prompt has failed, or the client has gone.
             if prompts.context.limit.is_cut:
                 book(record, prompts.context.why_cut_short())
+            elif isinstance(prompts.failure, (EngineReply, ProxyError)):
+                book(record, prompts.failure)  # what the client is told of this prompt, too
             record.end(Outcome.CLIENT_GONE if prompts.failure is None else Outcome.FAILED)
             raise
         finally:

@@ -210,7 +210,10 @@ def _add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None
     async def front_page() -> Response:
         """Says whom one has reached, and what else there is to ask."""
         routes = [
-            f"{method} {one.path}" for one in app.routes if isinstance(one, Route) for method in one.methods or ()
+            f"{method} {one.path_format}"
+            for one in app.routes
+            if isinstance(one, Route)
+            for method in one.methods or ()
         ]
         routes = [route for route in routes if not route.startswith("HEAD")]  # Starlette adds it to some
         return _json({"name": "pdproxy", "version": __version__, "status_page": "/ui", "routes": sorted(routes)})

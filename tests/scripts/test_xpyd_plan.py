@@ -486,6 +486,8 @@ class TestRefused:
 
     def test_devices_that_cannot_be(self) -> None:
         assert fault("sglang", device="cuda:1").startswith("--device cuda:1 is neither cpu nor cuda")
+        for device in ("gpu", "cuda:x", "CUDA"):
+            assert fault("builtin", device=device) == f"--device {device} is neither cpu nor cuda nor cuda:N"
         assert fault("builtin", device="cpu", devices=("0",)).startswith("--devices names GPUs, and --device is cpu")
 
     def test_an_address_at_which_nobody_is_found(self) -> None:
@@ -690,7 +692,7 @@ class TestBeforeTorch:
     @pytest.mark.parametrize(
         ("options", "says"),
         [
-            ("--device cuda", "launch: --device cuda (in a file: launch.device): "),
+            ("--device cuda", "launch: --device, --devices (in a file: launch.device, launch.gpus) ask for GPUs: "),
             ("--pd-buffer-size 900TiB", "launch: --pd-buffer-size (in a file: pd_buffer_size): 900TiB is more than"),
             ("--pd-buffer-size 999999TB --decoders 2", "999999TB + 999999TB is more than the "),
             ("--pd-buffer-size 2G", "launch: --pd-buffer-size (in a file: pd_buffer_size): '2G' is not a size"),

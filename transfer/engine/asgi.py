@@ -80,7 +80,9 @@ def decode(body: bytes, type_: type[T]) -> T:
             body.decode()  # msgspec does not look into the fields that it skips, and JSON is UTF-8 as a whole
         return msgspec.json.decode(body, type=type_)
     except msgspec.ValidationError as error:
-        raise ApiError(str(error), param=_field_of(error)) from None
+        field = _field_of(error)
+        message = f"{field} is missing" if str(error) == f"Object missing required field `{field}`" else str(error)
+        raise ApiError(message, param=field) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(f"The body is not valid JSON: {error}") from None
 

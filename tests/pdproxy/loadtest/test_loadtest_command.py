@@ -170,7 +170,7 @@ def test_a_folder_has_one_test_in_it(tmp_path: Path) -> None:
         (["run", "http://x", "--trace", "/nowhere"], "No such file"),
         (["run", "--cluster", "1:x", "--rate", "2"], "give PREFILLERS:DECODERS"),
         (["run", "--house", "1:x", "--rate", "2"], "give PREFILLERS:DECODERS"),
-        (["run", "http://127.0.0.1:9", "--rate", "2"], "does not say which models it has"),
+        (["run", "http://127.0.0.1:9", "--rate", "2"], "http://127.0.0.1:9 cannot be reached: "),
         (["compare", "/nowhere"], "No such file"),
     ],
 )

@@ -172,8 +172,8 @@ async def test_the_error_of_one_prompt_is_the_answer_and_the_others_are_cancelle
         answer = await call.answer()
         assert (answer.status, answer.error["message"]) == (422, "nine is too many")
         assert house.decoder.closed == ["/v1/completions"]
-        by_prompt = {facts["prompt"]: facts["outcome"] for facts in house.proxy.recent.facts()}
-        assert by_prompt == {0: "failed", 1: "refused"}
+        by_prompt = {facts["prompt"]: (facts["outcome"], facts["error"]) for facts in house.proxy.recent.facts()}
+        assert by_prompt == {0: ("refused", "engine_reply"), 1: ("refused", "engine_reply")}
 
 
 @pytest.mark.parametrize(("bad", "message"), [([9], "nine is too many"), ([8], "prefill-0")])

@@ -60,7 +60,9 @@ async def test_the_root_says_what_it_is_and_where_to_go() -> None:
     async with proxy_in_front_of() as house:
         told = (await house.get("/")).json()
         assert (told["name"], told["version"], told["status_page"]) == ("pdproxy", __version__, "/ui")
-        assert {"POST /v1/chat/completions", "GET /v1/models", "GET /ready", "GET /ui"} <= set(told["routes"])
+        assert {"POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{name}", "GET /ready", "GET /ui"} <= set(
+            told["routes"]
+        )
         for path in {route.partition(" ")[2] for route in told["routes"] if route.startswith("GET")}:
             if "{" not in path and path != "/ui/events":
                 assert (await house.get(path)).status in (200, 403), path

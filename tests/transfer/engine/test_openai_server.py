@@ -694,6 +694,11 @@ async def test_what_does_not_fit_the_context(
     assert core.jobs == []
 
 
+async def test_a_body_without_a_model(client: httpx.AsyncClient) -> None:
+    error = (await client.post("/v1/completions", json={"prompt": [1]})).json()["error"]
+    assert (error["message"], error["param"]) == ("model is missing", "model")
+
+
 async def test_unknown_model(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/completions", json=completion(model="other"))
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
