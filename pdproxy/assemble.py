@@ -631,12 +631,38 @@ def _file_watch(
         return None
     return FileWatch(
         settings.config,
-        lambda: settings.reread().fleet(),
+        _reader(settings),
         membership,
         pool,
         present=fleet,
         interval_s=settings.watch_interval_s if settings.watch_config else None,
     )
+
+
+def _reader(settings: Settings) -> Callable[[], tuple[InstanceSettings, ...]]:
+    """Returns what reads the fleet from the file, and tells of options that have changed there too: they are not
+    followed."""
+    told: list[str] = []
+
+    def read() -> tuple[InstanceSettings, ...]:
+        fresh = settings.reread()
+        fleet = fresh.fleet()
+        names = Settings.model_fields.keys() - {"instances"}
+        changed = sorted(name for name in names if getattr(fresh, name) != getattr(settings, name))
+        if changed and changed != told:
+            log.warning(
+                "%s: %s changed; that needs a start, only [[instances]] are followed",
+                settings.config,
+                _as_subject(changed),
+            )
+        told[:] = changed
+        return fleet
+
+    return read
+
+
+def _as_subject(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'has' if len(names) == 1 else 'have'}"
 
 
 def _admin_keys(settings: Settings) -> ApiKeys:

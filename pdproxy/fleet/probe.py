@@ -305,9 +305,9 @@ class Probe:
     async def _get(self, instance: Instance, path: str) -> bytes:
         status, body = await instance.client.get(path, timeout_s=self._timeout_s)
         if status in (401, 403):
-            raise UnlikeItsKind(f"it did not answer: {path} is HTTP {status}; its key is said by --engine-api-key")
+            raise UnlikeItsKind(f"{path} is HTTP {status}: the key that --engine-api-key gives it is missing or wrong")
         if status != 200:
-            raise UnlikeItsKind(f"it did not answer: {path} is HTTP {status}{_reason(body)}")
+            raise UnlikeItsKind(f"{path} is HTTP {status}{_reason(body)}")
         return body
 
     def _compare(self, instance: Instance) -> None:

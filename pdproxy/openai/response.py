@@ -31,8 +31,17 @@ class _Refusal(msgspec.Struct):
     error: _Error
 
 
+class _Reason(msgspec.Struct):
+    message: str
+
+
+class _Explained(msgspec.Struct):
+    error: _Reason
+
+
 _decoder = msgspec.json.Decoder(Chunk)
 _refusal = msgspec.json.Decoder(_Refusal)
+_explained = msgspec.json.Decoder(_Explained)
 
 
 def _read(data: bytes) -> Chunk:
@@ -93,6 +102,14 @@ def error_code(body: bytes) -> str | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return code if isinstance(code, str) else None
+
+
+def error_message(body: bytes) -> str:
+    """Returns the message of an answer that is an error object; empty where it has none."""
+    try:
+        return _explained.decode(body).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
 
 
 def finish_reason(fields: Fields) -> str | None:

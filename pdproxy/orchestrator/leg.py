@@ -33,12 +33,14 @@ from pdproxy.errors import (
 )
 from pdproxy.fleet.instance import Instance, Reliance
 from pdproxy.openai.assembled import too_large
-from pdproxy.openai.response import error_code
+from pdproxy.openai.response import error_code, error_message
 from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.telemetry.record import Observer
 
 MAX_ERROR_BYTES = 64 * 1024
 """The most bytes of an engine's error object that are read."""
+MAX_REASON_CHARS = 500
+"""The most characters of an engine's own words in an error of ours."""
 _KEPT = frozenset({"ok", "busy", "refused"})
 """The outcomes with which somebody has what was read, so that it counts until the request is over."""
 
@@ -303,11 +305,13 @@ class OpenLeg:
             return await self._whole_reply(leg)
         if leg.status == 502 and self._peer is not None:
             traits = self._instance.adapter.traits
-            if traits.kv_lost_code is not None and (code := error_code(await self._error_body(leg))) is not None:
-                if code == traits.receiver_lost_code:
+            if traits.kv_lost_code is not None:
+                body = await self._error_body(leg)
+                code = error_code(body)
+                if code is not None and code == traits.receiver_lost_code:
                     return self._receiver_not_reached(self._peer)
                 if code == traits.kv_lost_code:
-                    return self._kv_not_taken(self._peer)
+                    return self._kv_not_taken(self._peer, error_message(body))
         return self.fail(f"it answered HTTP {leg.status}")
 
     def _receiver_not_reached(self, peer: Instance) -> ReceiverNotReached:
@@ -321,12 +325,13 @@ class OpenLeg:
             peer.blame(self._peer_epoch, self._peer_era, self._attempt.id, why)
         return ReceiverNotReached(self._instance.name, peer.name, is_ours=is_ours)
 
-    def _kv_not_taken(self, peer: Instance) -> KvNotTaken:
-        """Returns the error of KV that did not arrive. It counts as this leg's fault only where the peer is not in
-        doubt already."""
+    def _kv_not_taken(self, peer: Instance, message: str) -> KvNotTaken:
+        """Returns the error of KV that did not arrive, with the prefiller's own words for it. It counts as this leg's
+        fault only where the peer is not in doubt already."""
         is_peer_in_doubt = peer.accuse(self._peer_epoch, f"KV from {self._instance.name} did not reach it")
         self._outcome = "no_kv" if is_peer_in_doubt else "failed"
-        return KvNotTaken(self._name, self._instance.name, f"its KV did not reach {peer.name!r}")
+        why = f": {message[:MAX_REASON_CHARS]}" if message else ""
+        return KvNotTaken(self._name, self._instance.name, f"its KV did not reach {peer.name!r}{why}")
 
     async def _error_body(self, leg: Leg) -> bytes:
         """Returns the error body as far as it is read: until `MAX_ERROR_BYTES` are there. Raises `LegFailed`."""

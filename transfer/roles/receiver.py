@@ -510,12 +510,12 @@ class Receiver:
         """
         attempt, notify, key = message.attempt, message.notify, self._config.attempt_key
         if key is not None and not key.allows(attempt, notify, message.capability):
-            self._complaints.add("refused attempt %.32r: it has no capability, or a wrong one", attempt)
+            self._complaints.add("refused attempt %r: it was not signed with the attempt key", attempt[:64])
             raise ReservationRefused(
                 "this decoder has an attempt key and the attempt was not signed with it; the proxy needs the same one"
             )
         if notify is not None and not self._notify_hosts.allows(notify):
-            self._complaints.add("refused attempt %.32r: its signals would go to %.300r", attempt, notify)
+            self._complaints.add("refused attempt %r: its signals would go to %r", attempt[:64], notify[:300])
             raise ReservationRefused(
                 f"this decoder sends no signals to {notify}; allow it with the decoder's option notify_hosts"
             )

@@ -201,7 +201,7 @@ function factsOf(card) {
     ["State", card.state],
     ["Gets new requests", card.routable ? "yes" : "no"],
     ["Breaker", card.breaker.replace("_", " ")],
-    ["Share of the load", `${Math.round(card.weight * 100)} %`],
+    ["Share of the load", card.routable ? `${Math.round(card.weight * 100)} %` : "none"],
     ["Requests under way", numbers.format(card.requests)],
     ["Calls to it under way", numbers.format(card.legs)],
     ["Tokens to read", numbers.format(card.queued_tokens)],

@@ -99,3 +99,12 @@ async def test_why_an_engine_is_not_well_is_told_in_its_own_words(body: bytes) -
         del house.decoder.fail_at["/health"]
         decoder.suspected.set()
         await house.is_ready()
+
+
+async def test_why_kv_was_not_taken_is_told_in_the_prefillers_words() -> None:
+    said = {"message": "the attempt was not signed", "type": "x", "code": "kv_transfer_failed"}
+    async with proxy_in_front_of(retries=0) as house:
+        house.prefiller.fail_at["prefill"] = json_reply({"error": said}, 502)
+        answer = await house.post()
+        assert answer.error["message"].endswith("its KV did not reach 'decode-0': the attempt was not signed")
+        await house.settled()

@@ -274,12 +274,12 @@ NOT_THERE = FakeReply(404, [b'{"detail":"Not Found"}'])
         (
             "builtin",
             {"/version": b'{"version":"0.32.0"}', "/metrics": b'vllm:num_requests_running{engine="0"} 0.0\n'},
-            'it did not answer: /kv_buffer is HTTP 404: this is vLLM 0.32.0, and builtin is configured; say engine = "'
+            '/kv_buffer is HTTP 404: this is vLLM 0.32.0, and builtin is configured; say engine = "'
             'vllm_nixl" (or vllm_transfer or lmcache or mooncake, as its connector is)',
         ),
         ("builtin", {"/server_info": b'{"model_path":"m","version":"0.5.23"}'}, "this is SGLang 0.5.23, and builtin"),
         ("builtin", {"/get_model_info": b'{"model_path":"m"}'}, 'say engine = "sglang"'),
-        ("builtin", {"/version": b"42", "/metrics": b"python_info 1"}, "it did not answer: /kv_buffer is HTTP 404"),
+        ("builtin", {"/version": b"42", "/metrics": b"python_info 1"}, "/kv_buffer is HTTP 404"),
     ],
 )
 async def test_an_engine_of_another_kind_is_told_what_it_is(kind: str, told: dict[str, bytes], says: str) -> None:
@@ -328,7 +328,10 @@ async def test_an_engine_that_wants_a_key(caplog: pytest.LogCaptureFixture) -> N
     async with proxy_in_front_of([engine], wait=False) as house:
         for _ in range(3):
             await look(house)
-        assert "/v1/models is HTTP 401; its key is said by --engine-api-key" in house.proxy.pool.instances[0].why
+        assert (
+            "/v1/models is HTTP 401: the key that --engine-api-key gives it is missing or wrong"
+            in house.proxy.pool.instances[0].why
+        )
         assert "prefill-0 is down" in caplog.text
         engine.fail_at.clear()
         await until_ready(house)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdproxy.openai.request import CHAT, COMPLETIONS, Fields, parse
-from pdproxy.openai.response import CorruptAnswer, as_stream, check_whole, error_code, has_begun
+from pdproxy.openai.response import CorruptAnswer, as_stream, check_whole, error_code, error_message, has_begun
 from pdproxy.openai.sse import data_of, event, split
 
 
@@ -109,3 +109,18 @@ def test_chat_as_stream_keeps_tools_and_reasoning() -> None:
 )
 def test_code_of_an_error_object(body: bytes, code: str | None) -> None:
     assert error_code(body) == code
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error": {"message": "m", "code": "lost"}}', "m"),
+        (b'{"error": {"message": 5, "code": "lost"}}', ""),
+        (b'{"error": {"code": "lost"}}', ""),
+        (b'{"error": "lost"}', ""),
+        (b'{"error": {"message": "\xff"}}', ""),
+        (b"", ""),
+    ],
+)
+def test_message_of_an_error_object(body: bytes, message: str) -> None:
+    assert error_message(body) == message

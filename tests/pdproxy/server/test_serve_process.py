@@ -222,6 +222,7 @@ async def test_signals_that_ask_cut_no_stream(tmp_path: Path) -> None:
             file.write_text('[[instances]]\nname = "new"\nrole = "decode"\nurl = "http://127.0.0.1:1"')
             proxy.child.send_signal(signal.SIGHUP)
             await until_member(proxy, "new")
+            assert proxy.said().count("max_queue has changed; that needs a start") == 1
             proxy.child.send_signal(signal.SIGQUIT)
             await until_refused(proxy)
             assert proxy.child.poll() is None
