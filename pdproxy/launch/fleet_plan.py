@@ -19,6 +19,7 @@ from pdproxy.config.settings import Settings
 from pdproxy.config.values import Role
 from pdproxy.errors import ConfigError
 from pdproxy.launch.errors import PreflightError
+from pdproxy.launch.flags import flag
 from pdproxy.launch.kinds import KINDS
 from pdproxy.launch.kinds.base import EnginePlan, Seat
 from pdproxy.launch.machine import Machine, environment
@@ -93,6 +94,7 @@ def plan_fleet(options: FleetOptions, machine: Machine) -> FleetPlan:
             f"--host {options.host} is no address at which engines find one another; to have the proxy alone listen "
             f'everywhere, give --proxy-args "--host {options.host}" instead'
         )
+    _check_port(options)
     kind = KINDS[options.engine]
     engines = tuple(kind.plan(options, seat, machine) for seat in _seats(options, machine))
     files = {name: text for engine in engines for name, text in engine.files.items()}
@@ -114,6 +116,16 @@ def plan_fleet(options: FleetOptions, machine: Machine) -> FleetPlan:
         timeout_s=kind.timeout_s * patience(len(engines), machine),
         drain_s=drain_s(_settings(options.proxy_args)),
     )
+
+
+def _check_port(options: FleetOptions) -> None:
+    """Raises `PreflightError` where the proxy's further options move it to a port at which nobody would look for it."""
+    port = flag(options.proxy_args, "--port")
+    if port is not None and port != str(options.port):
+        raise PreflightError(
+            f"--proxy-args: --port {port} is not where this launch looks for the proxy, which is port {options.port}; "
+            "leave it out there; pdproxy up has a --port of its own"
+        )
 
 
 def patience(num_engines: int, machine: Machine) -> int:

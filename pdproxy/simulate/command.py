@@ -150,7 +150,8 @@ def _run(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> F
     result = simulate(plan)
     is_answered = result.figures.outcomes["done"] > 0
     title = _headline(result) + ("" if is_answered else "; no request was answered")
-    return result.as_plain(), [(title, tables.latency_rows(result))], 0 if is_answered else FOUND_NOTHING
+    shown = [(title, tables.latency_rows(result)), ("The fleet", tables.fleet_rows(result))]
+    return result.as_plain(), shown, 0 if is_answered else FOUND_NOTHING
 
 
 def _compare(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
@@ -165,6 +166,7 @@ def _knee(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> 
     knee = find_knee(plan, partial(_tell, told))
     plain = _summed(plan, knee.results) | {
         "knee_per_s": knee.rate,
+        "is_bound": knee.is_bound,
         "slo": str(knee.slo),
         "target": knee.target,
         "rates": [result.as_plain() for result in knee.results],

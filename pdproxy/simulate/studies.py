@@ -164,6 +164,9 @@ def find_size(plan: Plan, tell: Told = _nobody) -> Size:
     work. While an objective is broken, the side that breaks it grows. When the target is met, each side is made smaller
     again, one after the other, as long as the target stays met.
 
+    Neither side is made smaller than could just do the work: with few requests its line has no time to grow. Only where
+    prompts share something, which saves prefillers work, or clients wait for answers, is nothing known beforehand.
+
     Raises `SimulationError` without a target.
     """
     if not plan.slo.objectives:
@@ -180,6 +183,8 @@ def find_size(plan: Plan, tell: Told = _nobody) -> Size:
         math.ceil(rate / prefill_capacity(plan.speed, plan.traffic)),
         math.ceil(rate / decode_capacity(plan.speed, plan.traffic)),
     )
+    is_closed, is_shared = plan.traffic.clients > 0, plan.traffic.num_groups > 0
+    least = (1 if is_closed or is_shared else size[0], 1 if is_closed else size[1])
     for _ in range(MAX_STEPS):
         result = run(size)
         if not result.figures.broken():
@@ -187,7 +192,7 @@ def find_size(plan: Plan, tell: Told = _nobody) -> Size:
         size = _grown(size, _short_side(result))
     else:
         return Size(None, list(tried.values()))
-    for smaller in _ways_down():
+    for smaller in _ways_down(least):
         while (tried_size := smaller(size)) != size and not run(tried_size).figures.broken():
             size = tried_size
     return Size(run(size), list(tried.values()))
@@ -216,11 +221,11 @@ def _grown(size: tuple[int, int], side: int) -> tuple[int, int]:
     return (size[0] + by, size[1]) if side == 0 else (size[0], size[1] + by)
 
 
-def _ways_down() -> Iterator[Callable[[tuple[int, int]], tuple[int, int]]]:
-    yield lambda now: (max(1, now[0] - _step(now[0])), now[1])
-    yield lambda now: (now[0], max(1, now[1] - _step(now[1])))
-    yield lambda now: (max(1, now[0] - 1), now[1])
-    yield lambda now: (now[0], max(1, now[1] - 1))
+def _ways_down(least: tuple[int, int]) -> Iterator[Callable[[tuple[int, int]], tuple[int, int]]]:
+    yield lambda now: (max(least[0], now[0] - _step(now[0])), now[1])
+    yield lambda now: (now[0], max(least[1], now[1] - _step(now[1])))
+    yield lambda now: (max(least[0], now[0] - 1), now[1])
+    yield lambda now: (now[0], max(least[1], now[1] - 1))
 
 
 def _step(num: int) -> int:

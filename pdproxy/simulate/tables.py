@@ -44,6 +44,26 @@ def latency_rows(result: Result) -> Rows:
     return ["", "mean", "p50", "p95", "p99", "max"], rows
 
 
+def fleet_rows(result: Result) -> Rows:
+    """Returns the table of one run's fleet: what was asked of it, how busy it was, and what became of the requests."""
+    figures, use = result.figures, result.use
+    rows = [
+        ["requests/s", number(result.offered_per_s)],
+        ["answers/s", number(result.done_per_s)],
+        ["prefillers", share(use["prefillers_busy"]["mean"])],
+        ["decoders", share(use["decoders_busy"]["mean"])],
+        ["mean batch", f"{number(use['mean_batch'])} of {result.plan.speed.max_batch}"],
+        ["most pages", f"{use['most_pages']} of {use['pd_buffer_pages']}"],
+        ["failed", share(figures.num_failed / figures.count if figures.count else None)],
+    ]
+    plain = figures.as_plain()
+    for one in plain.get("slo", []):
+        rows.append([one["objective"], "met" if one["is_met"] else "missed"])
+    if "good_share" in plain:
+        rows.append(["good", share(plain["good_share"])])
+    return ["", "value"], rows
+
+
 def policy_rows(found: Sequence[tuple[Pair, Result]]) -> Rows:
     return ["policy (prefill/decode)", *_HEADS], [[str(pair), *_cells(result)] for pair, result in found]
 

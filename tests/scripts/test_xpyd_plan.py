@@ -495,6 +495,13 @@ class TestRefused:
         assert message.startswith("--host 0.0.0.0 is no address at which engines find one another; ")
         assert plan("builtin", proxy_args=("--host", "0.0.0.0")).proxy.command[-2:] == ("--host", "0.0.0.0")
 
+    def test_a_port_at_which_nobody_looks(self) -> None:
+        message = fault("builtin", proxy_args=("--port=7999",), port=9100)
+        assert message.startswith(
+            "--proxy-args: --port 7999 is not where this launch looks for the proxy, which is port 9100; "
+        )
+        assert plan("builtin", proxy_args=("--port", "9100"), port=9100).proxy.command[-2:] == ("--port", "9100")
+
     def test_what_the_proxy_would_not_take(self) -> None:
         message = fault("builtin", proxy_args=("--retrys", "3"))
         assert message.startswith("--proxy-args: ")

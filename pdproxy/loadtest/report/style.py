@@ -24,7 +24,10 @@ p.verdict { color: var(--ink); font-size: 1.05rem; }
 nav ol { columns: 20rem; padding-left: 1.4rem; font-size: 0.9rem; }
 nav a { color: inherit; }
 .row { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 0.6rem 1.2rem; }
-.stack, .wide { overflow-x: auto; }
+/* a shade at the right edge, which the second layer covers where nothing lies behind it */
+.stack, .wide { overflow-x: auto; background:
+  linear-gradient(to right, transparent, var(--paper) 70%) right / 3rem 100% no-repeat local,
+  linear-gradient(to left, var(--rule), transparent) right / 0.9rem 100% no-repeat scroll; }
 .stack svg { min-width: 800px; }
 svg { display: block; width: 100%; height: auto;
   font: 11.5px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }

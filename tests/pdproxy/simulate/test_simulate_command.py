@@ -67,6 +67,16 @@ def test_a_target_is_judged() -> None:
     assert told["good_share"] == 0.0
 
 
+def test_a_run_shows_its_fleet_and_its_verdict() -> None:
+    shown = invoke(*SMALL, "--slo", "ttft:p95<10,tpot:p95<1ms", "--markdown").stdout
+    cells = dict(line.strip("| ").split(" | ") for line in shown.split("The fleet", 1)[1].splitlines()[4:] if line)
+    told = found(*SMALL, "--slo", "ttft:p95<10,tpot:p95<1ms")
+    assert cells["requests/s"] == f"{told['offered_per_s']:.4g}"
+    assert cells["prefillers"] == f"{told['use']['prefillers_busy']['mean'] * 100:.1f} %"
+    assert (cells["TTFT p95 < 10 s"], cells["TPOT p95 < 0.001 s"]) == ("met", "missed")
+    assert cells["good"] == "0.0 %"
+
+
 def test_a_simulation_without_one_answer_fails() -> None:
     result = invoke(*SMALL, "--requests", "20", "--patience-s", "0.001")
     assert result.exit_code == 1
@@ -85,6 +95,7 @@ def test_a_knee_is_found() -> None:
     few = [*SMALL, "--requests", "80"]
     told = found("knee", *few)
     assert told["knee_per_s"] > 0
+    assert told["is_bound"] is False
     assert told["target"].startswith(f"{told['slo']} (no --slo was given: 2 times the p95 of the unloaded fleet")
     assert found("knee", *few, "--slo", "ttft:p50<1ms", status=1)["knee_per_s"] is None
 

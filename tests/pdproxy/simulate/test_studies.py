@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
 from pdproxy.loadtest.lengths import Fixed, Independent, LogNormal
 from pdproxy.loadtest.slo import Slo
 from pdproxy.simulate.errors import SimulationError
+from pdproxy.simulate.simulation import simulate
 from pdproxy.simulate.speed import Speed
 from pdproxy.simulate.studies import Pair, compare, find_knee, find_size, read_pairs
 from pdproxy.simulate.traffic import Traffic
@@ -100,6 +103,24 @@ def test_a_fleet_is_as_large_as_it_must_be() -> None:
     size = find_size(plan)
     assert size.result is not None
     assert (size.result.plan.prefillers, size.result.plan.decoders) == (5, 1)
+
+
+def test_few_requests_do_not_make_a_fleet_smaller_than_its_work() -> None:
+    """Four prefillers read 40 of 45 prompts a second: their line grows, but not in sixty requests."""
+    traffic = Traffic(sizes=Independent(Fixed(100), Fixed(6)), rate=45.0, process="constant")
+    plan = make_plan(num_requests=60, traffic=traffic, speed=PREFILL_BOUND, slo=Slo.parse("ttft:p99<0.4"))
+    assert not simulate(dataclasses.replace(plan, prefillers=4)).figures.broken()
+    size = find_size(plan)
+    assert size.result is not None
+    assert size.result.plan.prefillers == 5
+
+
+def test_prefixes_that_are_shared_may_make_a_fleet_smaller_than_its_prompts() -> None:
+    traffic = Traffic(sizes=Independent(Fixed(1000), Fixed(6)), rate=45.0, num_groups=1, shared_share=0.99)
+    speed = replace(PREFILL_BOUND, prefill_s=0.0, prefill_token_s=0.0001, prefix_cache_tokens=10**6)
+    size = find_size(make_plan(num_requests=1000, traffic=traffic, speed=speed, slo=Slo.parse("ttft:p99<0.5")))
+    assert size.result is not None
+    assert size.result.plan.prefillers < 5
 
 
 def test_the_side_that_is_short_grows() -> None:
