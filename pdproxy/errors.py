@@ -215,10 +215,12 @@ class LegFailed(ProxyError):
     type = "upstream_error"
     code = "leg_failed"
 
-    def __init__(self, leg: str, instance: str, what: str) -> None:
+    def __init__(self, leg: str, instance: str, what: str, *, engine_says: str = "") -> None:
         super().__init__(f"the {leg} leg on instance {instance!r} failed: {what}")
         self.leg = leg
         self.instance = instance
+        self.engine_says = engine_says
+        """The engine's own words, for operators. Clients are not told them: they may hold addresses of the fleet."""
 
 
 class LegUnreachable(LegFailed):

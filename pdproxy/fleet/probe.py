@@ -22,7 +22,7 @@ from pdproxy.engines import recognise
 from pdproxy.engines.adapter import MalformedReply
 from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, LocalFault
 from pdproxy.engines.info import EngineInfo
-from pdproxy.errors import EngineReply, LegNotTried, ProxyError
+from pdproxy.errors import EngineReply, LegFailed, LegNotTried, ProxyError
 from pdproxy.fleet.instance import Health, Instance
 from pdproxy.fleet.pool import Pool
 
@@ -397,7 +397,8 @@ class Probe:
         except LegNotTried:
             pass  # the proxy's own fault: it says nothing of the pair
         except (ProxyError, EngineReply, TimeoutError) as error:
-            why = f"a canary from {prefiller.name} to {decoder.name} failed: {str(error) or 'it took too long'}"
+            says = f" ({error.engine_says})" if isinstance(error, LegFailed) and error.engine_says else ""
+            why = f"a canary from {prefiller.name} to {decoder.name} failed: {str(error) or 'it took too long'}{says}"
             if why != instance.why:
                 log.warning("%s: %s", instance.name, why)
             instance.why = why

@@ -330,8 +330,8 @@ class OpenLeg:
         fault only where the peer is not in doubt already."""
         is_peer_in_doubt = peer.accuse(self._peer_epoch, f"KV from {self._instance.name} did not reach it")
         self._outcome = "no_kv" if is_peer_in_doubt else "failed"
-        why = f": {message[:MAX_REASON_CHARS]}" if message else ""
-        return KvNotTaken(self._name, self._instance.name, f"its KV did not reach {peer.name!r}{why}")
+        what = f"its KV did not reach {peer.name!r}"
+        return KvNotTaken(self._name, self._instance.name, what, engine_says=message[:MAX_REASON_CHARS])
 
     async def _error_body(self, leg: Leg) -> bytes:
         """Returns the error body as far as it is read: until `MAX_ERROR_BYTES` are there. Raises `LegFailed`."""

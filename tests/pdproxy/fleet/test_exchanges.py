@@ -101,10 +101,16 @@ async def test_why_an_engine_is_not_well_is_told_in_its_own_words(body: bytes) -
         await house.is_ready()
 
 
-async def test_why_kv_was_not_taken_is_told_in_the_prefillers_words() -> None:
+async def test_why_kv_was_not_taken_is_told_to_operators_in_the_prefillers_words() -> None:
     said = {"message": "the attempt was not signed", "type": "x", "code": "kv_transfer_failed"}
+    prefiller = FakeEngine("prefill")
+    prefiller.fail_at["prefill"] = json_reply({"error": said}, 502)
+    async with proxy_in_front_of([prefiller], wait=False) as house:
+        await until(lambda: "(the attempt was not signed)" in house.proxy.pool.instances[1].why)
+        prefiller.fail_at.clear()
+        await house.is_ready()
     async with proxy_in_front_of(retries=0) as house:
         house.prefiller.fail_at["prefill"] = json_reply({"error": said}, 502)
         answer = await house.post()
-        assert answer.error["message"].endswith("its KV did not reach 'decode-0': the attempt was not signed")
+        assert answer.error["message"].endswith("its KV did not reach 'decode-0'"), "clients are not told it"
         await house.settled()
