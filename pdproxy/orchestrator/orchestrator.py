@@ -52,7 +52,7 @@ from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.orchestrator.context import Client, ClientStalledError, RequestContext
 from pdproxy.orchestrator.disaggregated import Disaggregated
 from pdproxy.orchestrator.error_reply import book, pass_on, tell
-from pdproxy.orchestrator.leg import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled
+from pdproxy.orchestrator.leg import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled, ReceiverNotReached
 from pdproxy.orchestrator.leg_runner import LegRunner
 from pdproxy.orchestrator.path import Choice, PathChooser, Ways, check_length, is_divided
 from pdproxy.orchestrator.reaper import Reaper
@@ -64,6 +64,8 @@ from pdproxy.tokens.prompt_sizer import PromptSizer
 
 log = logging.getLogger(__name__)
 
+_OF_BOTH = (KvFailed, KvNotTaken, ReceiverNotReached)
+"""The errors after which neither instance of the pair is asked again where there is another one."""
 # Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
 _DISAGGREGATED, _LOCAL, _PREFILL_ONLY = Path.DISAGGREGATED, Path.LOCAL, Path.PREFILL_ONLY
 _OUTCOME_DONE = Outcome.DONE
@@ -412,7 +414,7 @@ class Orchestrator:
         """Tells whether another attempt may help, and remembers which instances failed. An instance that is busy or
         silent is not asked twice; a broken one is, where there is no other."""
         attempt = context.last_attempt
-        names = [attempt.prefiller, attempt.decoder] if isinstance(error, (KvFailed, KvNotTaken)) else [error.instance]
+        names = [attempt.prefiller, attempt.decoder] if isinstance(error, _OF_BOTH) else [error.instance]
         context.avoid |= {name for name in names if name is not None}
         if isinstance(error, EventTooLarge) or (isinstance(error, EngineSaidError) and not error.is_ours):
             return False
