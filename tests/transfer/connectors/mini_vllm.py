@@ -7,7 +7,8 @@ Blocks that are given back are poisoned at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -86,9 +87,11 @@ class MiniVllm:
             config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=2.0)
             self.inbox.receive(make_agent(), self.buffer, identity, config)
             received = layer_views(self.buffer.pages, layout)
-        self.scheduler = SchedulerSide(TOKENS, 1)
+        self.scheduler = SchedulerSide(TOKENS, 1, layout.kv.groups)
+        self.scheduler.pool = self
         self.worker = WorkerSide(layout, NAMES, memory, plane=self.plane, inbox=self.inbox, received=received)
         self.free = list(range(1, num_blocks))
+        self._holders: Counter[int] = Counter()
         self.requests: dict[str, Request] = {}
         self.kept: dict[str, Request] = {}
         self.preempted: set[str] = set()
@@ -111,6 +114,7 @@ class MiniVllm:
             self.kept[request.request_id] = request
             assert not self.scheduler.finished(request, is_whole=is_whole)[0]
             return
+        self._remove_skipped(request)
         is_kept, request.reply = self.scheduler.finished(request, is_whole=is_whole)
         request.state = "over"
         if is_kept:
@@ -183,7 +187,7 @@ class MiniVllm:
         self.worker.load(orders)
         self.worker.end()
         sent, loaded, failed = self.worker.results(sorted(finished))
-        self.scheduler.heard(self.worker.take_report(), sorted(loaded))
+        self.scheduler.heard(self.worker.take_report(), sorted(loaded), sorted(sent))
         for request_id in sent:
             self._give_back(self.kept.pop(request_id))
         for request_id in loaded:
@@ -213,7 +217,9 @@ class MiniVllm:
             return None
         added: list[list[int]] = []
         for count, null in zip(wanted, nulls, strict=True):
-            ids = [0] * min(null, count) + [self.free.pop() for _ in range(max(0, count - null))]
+            fresh = [self.free.pop() for _ in range(max(0, count - null))]
+            self._holders.update(fresh)
+            ids = [0] * min(null, count) + fresh
             added.append(ids)
         for ids, more in zip(request.blocks, added, strict=True):
             ids.extend(more)
@@ -221,11 +227,33 @@ class MiniVllm:
 
     def _give_back(self, request: Request) -> None:
         for ids in request.blocks:
-            for block in filter(None, ids):
+            self.give_up(filter(None, ids))
+        request.blocks = []
+
+    def _remove_skipped(self, request: Request) -> None:
+        """Gives back the blocks in front of the window of the token behind all computed ones, before the connector hears
+        that the request is over: so does `Scheduler._connector_finished`."""
+        ids = request.blocks[1] if request.blocks else []
+        for place in range(min(len(ids), max(0, request.num_computed - WINDOW + 1) // TOKENS)):
+            if ids[place]:
+                self.give_up([ids[place]])
+                ids[place] = 0
+
+    # vLLM's BlockPool
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            assert block not in self.free
+            self._holders[block] += 1
+
+    def give_up(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._holders[block] -= 1
+            assert self._holders[block] >= 0
+            if not self._holders[block]:
                 for tensor in self.layers:
                     tensor[block] = POISON
                 self.free.append(block)
-        request.blocks = []
 
     def _compute(self, request: Request, layer: int, count: int) -> None:
         group = layer % 2

@@ -143,6 +143,31 @@ def test_blocks_stay_until_the_last_write_has_landed() -> None:
         world.check_all_free()
 
 
+@pytest.mark.parametrize("num_tokens", [9, 13, 17])
+def test_a_block_that_only_the_decoder_still_needs_stays_until_it_is_sent(num_tokens: int) -> None:
+    """With the last token computed, the window of the next one begins with a block; the decoder computes the last token
+    itself, and needs the block before."""
+    with new_world() as world:
+        writes: list[MockWrite] = []
+
+        def hold(write: MockWrite) -> Hold:
+            writes.append(write)
+            return Hold()
+
+        world.agent.script = hold
+        prefilled = world.prefill(world.prompt(num_tokens))
+        until(lambda: prefilled.state == "over", world.step, "not computed")
+        world.agent.script = lambda write: Land()
+        while writes:
+            writes.pop().land()
+        world.until_ready(prefilled)
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        assert decoded.wrong == []
+        assert not decoded.failed_load
+        world.check_all_free()
+
+
 @pytest.mark.parametrize("when", ["waiting", "running", "over"])
 def test_an_abort_gives_everything_back(when: str) -> None:
     with new_world() as world:

@@ -14,11 +14,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from transfer.connectors.vllm.messages import Fill, Load, LoadParams, OpenPush, StepOrders, StepReport
+from transfer.geometry import PageGroup
 from transfer.wire import PushParams
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,14 @@ MAX_CLAIMED = 10_000
 
 _RECEIVERS = "receivers"
 """The member of ``kv_transfer_params`` that tells a prefill leg from a decode leg."""
+
+
+class BlockPool(Protocol):
+    """A `BlockPool` has vLLM's blocks. A block that is held is nobody else's until it was given up as often."""
+
+    def hold(self, blocks: Sequence[int]) -> None: ...
+
+    def give_up(self, blocks: Sequence[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -57,13 +66,17 @@ class SchedulerSide:
     """A `SchedulerSide` holds the requests that have ``kv_transfer_params`` of this connector's.
 
     Mutable state: `_outgoing` and `_incoming`, by request; `_loading`, the requests whose load was ordered and is not
-    over; `_claimed`, the attempts that some request has loaded, is loading or has no use for; `_orders`, for the next
-    step.
+    over; `_claimed`, the attempts that some request has loaded, is loading or has no use for; `_held`, blocks of
+    windowed groups that are being sent, by request; `_orders`, for the next step; `pool`, which is set once.
     """
 
-    def __init__(self, block_size: int, num_workers: int) -> None:
+    def __init__(self, block_size: int, num_workers: int, groups: Sequence[PageGroup]) -> None:
+        self.pool: BlockPool | None = None
+        """The pool that the blocks are of. vLLM has it after it has made the connector."""
         self._block_size = block_size
         self._num_workers = num_workers
+        self._groups = groups
+        self._held: dict[str, list[int]] = {}
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, _Incoming] = {}
         self._loading: dict[str, str] = {}
@@ -152,10 +165,14 @@ class SchedulerSide:
         orders, self._orders = self._orders, StepOrders()
         return orders
 
-    def heard(self, report: StepReport | None, finished_loads: Sequence[str]) -> None:
-        """Notes what the workers report, and which loads are over."""
+    def heard(
+        self, report: StepReport | None, finished_loads: Sequence[str], finished_sends: Sequence[str] = ()
+    ) -> None:
+        """Notes what the workers report, which loads are over, and the blocks of which requests nobody sends any more."""
         for request_id in finished_loads:
             self._loading.pop(request_id, None)
+        for request_id in finished_sends:
+            self._give_up(request_id)
         if report is None:
             return
         for request_id, count in report.granted.items():
@@ -198,9 +215,29 @@ class SchedulerSide:
             outgoing.num_blocks_sent = end
             blocks = tuple(ids[first:end] for ids in outgoing.block_ids)
             self._orders.fills.append(Fill(request_id, first, blocks, is_last=end == num_blocks))
+            self._hold(request_id, outgoing, first, end)
+
+    def _hold(self, request_id: str, outgoing: _Outgoing, first: int, end: int) -> None:
+        """Holds what of these blocks is in a window. When a request is over, vLLM gives the blocks in front of the *next*
+        token's window back at once, and keeps only the others until they are sent: with the last token computed, one of
+        those that the decoder still needs may be among the former."""
+        held: list[int] = []
+        for group, ids in zip(self._groups, outgoing.block_ids, strict=True):
+            if group.window is not None:
+                num_null, _ = group.blocks(outgoing.num_tokens, self._block_size)
+                held += filter(None, ids[max(first, num_null) : end])
+        if held and self.pool is not None:
+            self._held.setdefault(request_id, []).extend(held)
+            self.pool.hold(held)
+
+    def _give_up(self, request_id: str) -> None:
+        held = self._held.pop(request_id, None)
+        if held and self.pool is not None:
+            self.pool.give_up(held)
 
     def _preempted(self, request_id: str) -> None:
         """Gives up a push whose blocks vLLM has taken away: what a late write carries is not this request's."""
+        self._give_up(request_id)
         outgoing = self._outgoing.get(request_id)
         if outgoing is not None and outgoing.failure is None:
             outgoing.failure = "vLLM has preempted the request"
