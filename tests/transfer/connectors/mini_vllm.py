@@ -50,6 +50,8 @@ class Request:
     request_id: str
     prompt: list[int]
     kv_transfer_params: dict[str, Any] | None
+    reads_cache: bool = True
+    """Is False where it asks for the prompt's logprobs: then vLLM asks the connector, and ignores what it says."""
     num_computed: int = 0
     state: str = "waiting"
     blocks: list[list[int]] = field(default_factory=list)
@@ -81,7 +83,7 @@ class MiniVllm:
             self.plane = DataPlane(InProcess(make_agent, memory, identity))
             self.plane.start().result(10)
         else:
-            self.inbox = ReceiverThread(_no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
+            self.inbox = ReceiverThread(no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
             self.inbox.start()
             self.buffer = PagedBuffer(16, layout.page_bytes)
             config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=2.0)
@@ -149,6 +151,8 @@ class MiniVllm:
             matched, is_async = (0, False)
             if request.num_computed == 0:
                 matched, is_async = self.scheduler.num_matched(request, 0)  # type: ignore[assignment]
+                if not request.reads_cache:
+                    matched, is_async = 0, False
             if matched is None:
                 continue
             total = request.num_computed + matched
@@ -231,8 +235,8 @@ class MiniVllm:
         request.blocks = []
 
     def _remove_skipped(self, request: Request) -> None:
-        """Gives back the blocks in front of the window of the token behind all computed ones, before the connector hears
-        that the request is over: so does `Scheduler._connector_finished`."""
+        """Gives back the blocks in front of the window of the token behind all computed ones. vLLM does so before the
+        connector hears that the request is over (`Scheduler._connector_finished`)."""
         ids = request.blocks[1] if request.blocks else []
         for place in range(min(len(ids), max(0, request.num_computed - WINDOW + 1) // TOKENS)):
             if ids[place]:
@@ -293,7 +297,7 @@ def kv_of(prompt: list[int], position: int, layer: int) -> torch.Tensor:
     return torch.tensor([[base + head / 4, base + head / 4 + 0.125] for head in range(HEADS)])
 
 
-def _no_facts(receiver: object) -> wire.BufferFacts:
+def no_facts(receiver: object) -> wire.BufferFacts:
     raise AssertionError("nobody asks here")
 
 

@@ -6,18 +6,30 @@ import os
 import random
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
-from tests.transfer.connectors.mini_vllm import MiniVllm, Request, until
+from tests.transfer.connectors.mini_vllm import HYBRID, TOKENS, MiniVllm, Request, until
 from transfer.agents.fates import Fate
 from transfer.agents.mock import Hold, Land, MockAgent, MockFabric
 from transfer.agents.mock_write import MockWrite
+from transfer.connectors.vllm.messages import StepReport
+from transfer.connectors.vllm.scheduler_side import SchedulerSide
 from transfer.memory.reservations import Holding
 
 SEED = int(os.environ.get("PDPROXY_TEST_SEED", "11"))
+
+NOTHING = SimpleNamespace(
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[]),
+    num_scheduled_tokens={},
+    preempted_req_ids=set(),
+)
+"""A step of vLLM in which nothing is computed."""
 
 
 class World:
@@ -218,6 +230,40 @@ def test_kv_that_is_gone_is_a_failed_load() -> None:
         until(lambda: decoded.state == "over", world.step, "it hangs")
         assert decoded.failed_load
         world.check_all_free()
+
+
+@pytest.mark.parametrize("num_tokens", [7, 9, 12, 40])
+def test_kv_of_another_prompt_is_a_failed_load(num_tokens: int) -> None:
+    """The two engines may have cut a prompt unlike, or been sent unlike ones: of the same number of pages, or not."""
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(10))
+        world.until_ready(prefilled)
+        other = Request("other", world.prompt(num_tokens), prefilled.reply)
+        world.decoder.add(other)
+        until(lambda: other.state == "over", world.step, "it hangs")
+        assert other.failed_load
+        world.check_all_free()
+
+
+def test_a_prompt_that_vllm_computes_at_once_is_answered_with_why_it_was_not_sent() -> None:
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(10))
+        prefilled.reads_cache = False
+        until(lambda: prefilled.state == "over", world.step, "it hangs")
+        assert prefilled.reply is not None
+        assert "prompt_logprobs" in prefilled.reply["failure"]
+        world.check_all_free()
+
+
+def test_a_push_that_fails_on_one_worker_is_given_up_on_all() -> None:
+    groups = HYBRID.groups
+    scheduler = SchedulerSide(TOKENS, 2, groups)
+    receivers = [{"rank": 0, "host": "127.0.0.1", "port": 1}]
+    scheduler.add(Request("a", [1] * 9, {"attempt": "a", "receivers": receivers, "timeout_s": 9.0}))
+    scheduler.take_orders(NOTHING)
+    scheduler.heard(StepReport(Counter({"a": 1}), {"a": "one worker's agent is dead"}), [])
+    assert scheduler.has_orders
+    assert list(scheduler.take_orders(NOTHING).aborts) == ["a"]
 
 
 def test_of_several_answers_one_loads_and_the_others_compute() -> None:

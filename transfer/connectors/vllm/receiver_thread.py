@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ import uvicorn
 from transfer import wire
 from transfer.agents.base import TransferAgent, close_agent
 from transfer.connectors.vllm.facts import facts_app
-from transfer.errors import TransferError
+from transfer.errors import AttemptLost, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import Receiver, ReceiverConfig
@@ -69,9 +70,20 @@ class ReceiverThread:
 
         self._do(receive(), START_TIMEOUT_S)
 
-    def take(self, attempt: str) -> list[int]:
-        """Does what `Receiver.take` does, and raises what it raises."""
-        return self._call(lambda receiver: receiver.take(attempt))
+    def take(self, attempt: str, num_tokens: int) -> list[int]:
+        """Does what `Receiver.take` does, and raises what it raises. Raises `AttemptLost` where the attempt is of another
+        number of tokens than `num_tokens`."""
+
+        def take(receiver: Receiver) -> list[int]:
+            reservation = receiver.reservations.get(attempt)
+            if reservation is not None and reservation.num_tokens != num_tokens:
+                raise AttemptLost(
+                    f"the request has {num_tokens} tokens to load, and the KV here is of {reservation.num_tokens}: the "
+                    "prefiller has read another prompt"
+                )
+            return receiver.take(attempt)
+
+        return self._call(take)
 
     def check_tags(self, attempt: str) -> None:
         """Does what `Receiver.check_tags` does. Raises `AttemptLost`."""
@@ -136,11 +148,21 @@ class ReceiverThread:
             lifespan="off",
         )
         self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve())
+        # Bound here: where uvicorn cannot have a port it ends the thread, and who waits for the start waits on.
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._bound()]))
         while not self._server.started:
             if self._serving.done():
-                raise TransferError(f"port {self._port} on {self._host} cannot be had; choose another kv_port")
+                raise TransferError(f"{self._host}:{self._port} (host, kv_port) cannot be served")
             await asyncio.sleep(0.01)
+
+    def _bound(self) -> socket.socket:
+        try:
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
+            return socket.create_server(address[:2], family=family)
+        except OSError as error:
+            text = f"port {self._port} on {self._host} cannot be had ({error}); choose another kv_port or host"
+            raise TransferError(text) from None
 
     async def _aclose(self) -> None:
         if self._receiver is not None:

@@ -168,7 +168,7 @@ class SchedulerSide:
     def heard(
         self, report: StepReport | None, finished_loads: Sequence[str], finished_sends: Sequence[str] = ()
     ) -> None:
-        """Notes what the workers report, which loads are over, and the blocks of which requests nobody sends any more."""
+        """Notes what the workers report, which loads are over, and of which requests nothing is being sent any more."""
         for request_id in finished_loads:
             self._loading.pop(request_id, None)
         for request_id in finished_sends:
@@ -181,7 +181,7 @@ class SchedulerSide:
         for request_id, reason in report.failed.items():
             if (outgoing := self._outgoing.get(request_id)) is not None and outgoing.failure is None:
                 log.warning("request %s: attempt %s failed: %s", request_id, outgoing.params.attempt, reason)
-                outgoing.failure = reason
+                self._fail(request_id, outgoing, reason)  # on the other workers, too
 
     # ── when a request is over ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -198,8 +198,7 @@ class SchedulerSide:
             return False, None
         num_blocks = -(-outgoing.num_tokens // self._block_size)
         if outgoing.failure is None and (not is_whole or outgoing.num_blocks_sent < num_blocks):
-            outgoing.failure = "the prefiller has given the request up"
-            self._orders.aborts[request_id] = outgoing.failure
+            self._fail(request_id, outgoing, "the prefiller has given the request up")
         params = LoadParams(attempt=outgoing.params.attempt, failure=outgoing.failure)
         return True, msgspec.to_builtins(params) if is_whole else None
 
@@ -208,6 +207,10 @@ class SchedulerSide:
     def _fill(self, request_id: str, outgoing: _Outgoing, num_computed: int) -> None:
         """Orders what is complete when `num_computed` tokens are computed and was not before."""
         if outgoing.failure is not None:
+            return
+        if outgoing.num_granted < self._num_workers:
+            # vLLM asks `num_matched`, and ignores what it says where a request must not read from a cache.
+            self._fail(request_id, outgoing, "vLLM computes prompts with prompt_logprobs without waiting for a decoder")
             return
         first, num_blocks = outgoing.num_blocks_sent, -(-outgoing.num_tokens // self._block_size)
         end = num_blocks if num_computed >= outgoing.num_tokens else num_computed // self._block_size
@@ -218,9 +221,11 @@ class SchedulerSide:
             self._hold(request_id, outgoing, first, end)
 
     def _hold(self, request_id: str, outgoing: _Outgoing, first: int, end: int) -> None:
-        """Holds what of these blocks is in a window. When a request is over, vLLM gives the blocks in front of the *next*
-        token's window back at once, and keeps only the others until they are sent: with the last token computed, one of
-        those that the decoder still needs may be among the former."""
+        """Holds what of these blocks is in a window.
+
+        When a request is over, vLLM gives back at once what lies in front of the window of the *next* token, and keeps
+        the rest until it is sent. The decoder, which computes the last token itself, may need some of the former.
+        """
         held: list[int] = []
         for group, ids in zip(self._groups, outgoing.block_ids, strict=True):
             if group.window is not None:
@@ -240,8 +245,11 @@ class SchedulerSide:
         self._give_up(request_id)
         outgoing = self._outgoing.get(request_id)
         if outgoing is not None and outgoing.failure is None:
-            outgoing.failure = "vLLM has preempted the request"
-            self._orders.aborts[request_id] = outgoing.failure
+            self._fail(request_id, outgoing, "vLLM has preempted the request")
+
+    def _fail(self, request_id: str, outgoing: _Outgoing, reason: str) -> None:
+        outgoing.failure = reason
+        self._orders.aborts[request_id] = reason
 
     def _forget_incoming(self, request_id: str) -> None:
         """Gives the attempt's pages back where this was the last request that might have loaded them."""

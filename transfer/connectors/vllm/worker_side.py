@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class Inbox(Protocol):
     """An `Inbox` is the PD buffer, as the worker sees it. See `ReceiverThread`."""
 
-    def take(self, attempt: str) -> list[int]: ...
+    def take(self, attempt: str, num_tokens: int) -> list[int]: ...
 
     def check_tags(self, attempt: str) -> None: ...
 
@@ -238,10 +238,12 @@ class WorkerSide:
         try:
             if self._inbox is None:
                 raise TransferError("this engine is a prefiller: its kv_role has to be kv_consumer or kv_both")
-            self._copying.append(_Copying(load, self._copy(load, self._inbox.take(load.attempt))))
+            self._copying.append(_Copying(load, self._copy(load, self._inbox.take(load.attempt, load.num_tokens))))
         except TransferError as error:
             log.warning("request %s: attempt %s cannot be loaded: %s", load.request_id, load.attempt, error)
             self._failed_loads.add(load.request_id)
+            if self._inbox is not None:
+                self._inbox.release(load.attempt)  # nobody else will ask for it
 
     def _copy(self, load: Load, pages: list[int]) -> Event | None:
         """Copies an attempt's pages into vLLM's blocks. Returns an event behind the copies, or None."""
