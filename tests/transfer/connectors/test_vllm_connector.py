@@ -17,6 +17,7 @@ from tests.transfer.connectors.mini_vllm import HYBRID, TOKENS, MiniVllm, Reques
 from transfer.agents.fates import Fate
 from transfer.agents.mock import Hold, Land, MockAgent, MockFabric
 from transfer.agents.mock_write import MockWrite
+from transfer.connectors.vllm import worker_side
 from transfer.connectors.vllm.messages import StepReport
 from transfer.connectors.vllm.scheduler_side import SchedulerSide
 from transfer.memory.reservations import Holding
@@ -110,6 +111,17 @@ def test_the_decoder_has_every_token_but_the_last(num_tokens: int) -> None:
         assert decoded.wrong == []
         assert not decoded.failed_load
         world.check_all_free()
+
+
+def test_a_load_in_several_pieces_is_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_side, "PIECE_BYTES", 3 * TOKENS * 16)
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(30))
+        world.until_ready(prefilled)
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        assert decoded.wrong == []
+        assert not decoded.failed_load
 
 
 def test_a_prompt_is_not_computed_before_its_pages_are_reserved() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
 import uvicorn
 
 from transfer import wire
@@ -64,6 +65,8 @@ class ReceiverThread:
         self._close_agent = lambda: close_agent(agent, buffer)
 
         async def receive() -> None:
+            if buffer.pages.is_cuda:  # this thread's own stream: on vLLM's, a look at a tag waits for the whole step
+                torch.cuda.set_stream(torch.cuda.Stream(buffer.pages.device))  # type: ignore[no-untyped-call]
             receiver = Receiver(agent, buffer, identity, config)
             await receiver.start()
             self._receiver = receiver
@@ -71,7 +74,7 @@ class ReceiverThread:
         self._do(receive(), START_TIMEOUT_S)
 
     def take(self, attempt: str, num_tokens: int) -> list[int]:
-        """Does what `Receiver.take` does, and raises what it raises. Raises `AttemptLost` where the attempt is of another
+        """Does what `Receiver.take` does, and raises what it raises. Raises `AttemptLost` where the prompt has another
         number of tokens than `num_tokens`."""
 
         def take(receiver: Receiver) -> list[int]:
@@ -87,8 +90,7 @@ class ReceiverThread:
 
     def check_tags(self, attempt: str) -> None:
         """Does what `Receiver.check_tags` does. Raises `AttemptLost`."""
-        if self._receiver is not None:
-            self._receiver.check_tags(attempt)
+        self._call(lambda receiver: receiver.check_tags(attempt))
 
     def consumed(self, attempt: str) -> None:
         """Does what `Receiver.consumed` does, and raises what it raises."""

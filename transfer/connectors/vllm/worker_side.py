@@ -28,6 +28,9 @@ from transfer.plan.layout import RankLayout
 
 log = logging.getLogger(__name__)
 
+PIECE_BYTES = 64 << 20
+"""The most bytes, but for one page's, that a load takes of the device's memory beside vLLM's own while it copies."""
+
 
 class Inbox(Protocol):
     """An `Inbox` is the PD buffer, as the worker sees it. See `ReceiverThread`."""
@@ -258,16 +261,23 @@ class WorkerSide:
                 ]
                 if not pairs:
                     continue
-                device = self._memory.whole.device
-                theirs = torch.tensor([page for page, _ in pairs], device=device)
-                ours = torch.tensor([block for _, block in pairs], device=device)
+                theirs, ours = self._on_device(pairs)
                 for index in self._layout.groups[group].layers:
                     target, views = self._memory.layers[index], self._received[index]
                     assert target is not None
                     assert views is not None
-                    pages_of_layer = views.keys.view(torch.uint8).index_select(0, theirs)
-                    target.view(torch.uint8).index_copy_(0, ours, pages_of_layer)
+                    source, target = views.keys.view(torch.uint8), target.view(torch.uint8)
+                    step = max(1, PIECE_BYTES // source[0].numel())
+                    for some, here in zip(torch.split(theirs, step), torch.split(ours, step), strict=True):
+                        target.index_copy_(0, here, source.index_select(0, some))
             return self._now()
+
+    def _on_device(self, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
+        """Returns the firsts and the seconds of these pairs where the KV is. Waits for nothing that the device does."""
+        numbers = torch.tensor(pairs).T.contiguous()
+        if self._is_cuda:  # out of pinned memory: else this waits for the whole step
+            numbers = numbers.pin_memory().to(self._memory.whole.device, non_blocking=True)
+        return numbers.unbind(0)
 
     def _copied(self, load: Load) -> bool:
         """Gives the attempt's pages back, now that they were copied. Returns whether what was copied is right."""
