@@ -228,6 +228,7 @@ def test_a_decoder_that_cannot_be_reached_fails_the_attempt_and_not_the_engine()
         until(lambda: lost.state == "over", world.step, "it hangs")
         assert lost.reply is not None
         assert lost.reply["failure"]
+        assert lost.reply["is_receiver_lost"]
         world.check_all_free()
 
 

@@ -20,6 +20,8 @@ class LoadParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     attempt: Name
     failure: str | None = None
+    is_receiver_lost: bool = False
+    """True where the failure is that the decoder's receiver does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class StepReport:
     """Counts, per request, the workers that have pages at the decoder now."""
     failed: dict[str, str] = field(default_factory=dict)
     """The requests whose push has failed, and why."""
+    unanswered: set[str] = field(default_factory=set)
+    """Those of `failed` whose decoder's receiver does not answer."""
 
     def __bool__(self) -> bool:
         return bool(self.granted or self.failed)
@@ -89,3 +93,4 @@ class StepReport:
         """Adds what another worker says."""
         self.granted.update(other.granted)
         self.failed = other.failed | self.failed
+        self.unanswered |= other.unanswered

@@ -49,6 +49,8 @@ class _Outgoing:
     num_granted: int = 0
     """Counts the workers that have pages."""
     failure: str | None = None
+    is_receiver_lost: bool = False
+    """True where it has failed because the decoder's receiver does not answer."""
     num_blocks_sent: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
     """All blocks so far, per page group, by their place in the prompt."""
@@ -181,6 +183,7 @@ class SchedulerSide:
         for request_id, reason in report.failed.items():
             if (outgoing := self._outgoing.get(request_id)) is not None and outgoing.failure is None:
                 log.warning("request %s: attempt %s failed: %s", request_id, outgoing.params.attempt, reason)
+                outgoing.is_receiver_lost = request_id in report.unanswered
                 self._fail(request_id, outgoing, reason)  # on the other workers, too
 
     # ── when a request is over ──────────────────────────────────────────────────────────────────────────────────────
@@ -199,7 +202,9 @@ class SchedulerSide:
         num_blocks = -(-outgoing.num_tokens // self._block_size)
         if outgoing.failure is None and (not is_whole or outgoing.num_blocks_sent < num_blocks):
             self._fail(request_id, outgoing, "the prefiller has given the request up")
-        params = LoadParams(attempt=outgoing.params.attempt, failure=outgoing.failure)
+        params = LoadParams(
+            attempt=outgoing.params.attempt, failure=outgoing.failure, is_receiver_lost=outgoing.is_receiver_lost
+        )
         return True, msgspec.to_builtins(params) if is_whole else None
 
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ import torch
 from transfer.agents.base import Event
 from transfer.connectors.vllm.messages import Fill, Load, OpenPush, StepOrders, StepReport
 from transfer.dataplane.plane import DataPlane, PlanePush
-from transfer.errors import TransferError
+from transfer.errors import ReceiverLost, TransferError
 from transfer.memory.engine_memory import EngineMemory
 from transfer.memory.views import LayerViews
 from transfer.plan.blocks import page_table
@@ -192,6 +192,8 @@ class WorkerSide:
             if not one.was_failed and (reason := one.push.failure) is not None:
                 one.was_failed = True
                 self._report.failed[request_id] = reason
+                if isinstance(one.push.error, ReceiverLost):
+                    self._report.unanswered.add(request_id)
             elif not one.was_granted and one.push.granted.done():
                 one.was_granted = True
                 self._report.granted[request_id] += 1
