@@ -173,8 +173,8 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Returns True: layers are sent while vLLM computes, which it tells of between the pieces of a graph."""
-        return True
+        """Returns True where layers are sent while vLLM computes, which it tells of between the pieces of a graph."""
+        return ConnectorSettings.read(extra_config).layer_by_layer
 
     def shutdown(self) -> None:
         if self._plane is not None:
