@@ -86,7 +86,7 @@ class MiniVllm:
             self.inbox = ReceiverThread(no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
             self.inbox.start()
             self.buffer = PagedBuffer(16, layout.page_bytes)
-            config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=2.0)
+            config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=20.0)
             self.inbox.receive(make_agent(), self.buffer, identity, config)
             received = layer_views(self.buffer.pages, layout)
         self.scheduler = SchedulerSide(TOKENS, 1, layout.kv.groups)

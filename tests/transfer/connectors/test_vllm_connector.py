@@ -76,7 +76,11 @@ class World:
 
     def until_ready(self, prefilled: Request) -> None:
         """Waits as a proxy does: for the prefiller's answer, and for the decoder's word."""
-        is_ready = lambda: prefilled.reply is not None and self.holding(prefilled) is Holding.READY  # noqa: E731
+
+        def is_ready() -> bool:
+            assert "failure" not in (prefilled.reply or {}), prefilled.reply
+            return prefilled.reply is not None and self.holding(prefilled) is Holding.READY
+
         until(is_ready, self.step, "the KV is not ready")
 
     def check_all_free(self) -> None:

@@ -108,6 +108,11 @@ def _layer(name: str, spec: Any, tp_size: int, total_heads: int) -> LayerKv:
     if kind is None or getattr(spec, "tokens_per_state", 1) != 1:
         known = ", ".join(_KINDS)
         raise TransferError(f"layer {name} has a {type(spec).__name__}; this connector moves {known} alone")
+    if getattr(spec, "extra_retained_tokens", 0):
+        raise TransferError(
+            f"layer {name} keeps {spec.extra_retained_tokens} tokens in front of its window, for several modules of "
+            "speculative decoding: they would not be sent"
+        )
     window = getattr(spec, _WINDOWS[kind]) if kind in _WINDOWS else None
     content, rest = divmod(spec.state_content_size_bytes, spec.dtype.itemsize)
     if rest:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import uvicorn
+import zmq
 
 from transfer import wire
 from transfer.agents.base import TransferAgent, close_agent
@@ -61,14 +62,19 @@ class ReceiverThread:
         self._do(self._serve(), START_TIMEOUT_S)
 
     def receive(self, agent: TransferAgent, buffer: PagedBuffer, identity: Identity, config: ReceiverConfig) -> None:
-        """Opens a receiver. Raises `TransferError` where its parts do not fit together, and `zmq.ZMQError`."""
+        """Opens a receiver. Raises `TransferError` where its parts do not fit together, or its port cannot be had."""
         self._close_agent = lambda: close_agent(agent, buffer)
 
         async def receive() -> None:
             if buffer.pages.is_cuda:  # this thread's own stream: on vLLM's, a look at a tag waits for the whole step
                 torch.cuda.set_stream(torch.cuda.Stream(buffer.pages.device))  # type: ignore[no-untyped-call]
             receiver = Receiver(agent, buffer, identity, config)
-            await receiver.start()
+            try:
+                await receiver.start()
+            except zmq.ZMQError as error:
+                await receiver.aclose()
+                where = f"port {config.port} on {config.host}"
+                raise TransferError(f"{where} cannot be had ({error}); choose another receiver_port or host") from None
             self._receiver = receiver
 
         self._do(receive(), START_TIMEOUT_S)
