@@ -73,7 +73,7 @@ class MiniVllm:
         # Two tensors, each shared by a layer of either group, as vLLM lays a hybrid model out.
         first, second = torch.full((2, num_blocks, HEADS, TOKENS, CONTENT), POISON).unbind(0)
         self.layers = [first, first, second, second]
-        memory = EngineMemory(self.layers, layout)
+        self.memory = memory = EngineMemory(self.layers, layout)
         identity = Identity("mini", layout)
         self.num_free_pages = lambda: 0
         self.plane: DataPlane | None = None

@@ -13,13 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.transfer.connectors.mini_vllm import HYBRID, TOKENS, MiniVllm, Request, until
+from tests.transfer.connectors.mini_vllm import HYBRID, NAMES, TOKENS, MiniVllm, Request, until
 from transfer.agents.fates import Fate
 from transfer.agents.mock import Hold, Land, MockAgent, MockFabric
 from transfer.agents.mock_write import MockWrite
 from transfer.connectors.vllm import worker_side
 from transfer.connectors.vllm.messages import StepReport
 from transfer.connectors.vllm.scheduler_side import SchedulerSide
+from transfer.connectors.vllm.worker_side import WorkerSide
 from transfer.memory.reservations import Holding
 
 SEED = int(os.environ.get("PDPROXY_TEST_SEED", "11"))
@@ -281,6 +282,24 @@ def test_a_push_that_fails_on_one_worker_is_given_up_on_all() -> None:
     scheduler.heard(StepReport(Counter({"a": 1}), {"a": "one worker's agent is dead"}), [])
     assert scheduler.has_orders
     assert list(scheduler.take_orders(NOTHING).aborts) == ["a"]
+
+
+def test_every_worker_hears_that_the_data_plane_of_one_is_over() -> None:
+    """The proxy asks the first rank alone how the engine is."""
+    with new_world() as world:
+        engine, first = (
+            world.prefiller,
+            WorkerSide(HYBRID.of_rank(), NAMES, world.prefiller.memory, plane=None, inbox=None),
+        )
+        engine.step(7)
+        assert not engine.worker.is_broken
+        assert engine.plane is not None
+        engine.plane.close()
+        engine.scheduler.heard(engine.worker.take_report(), [])
+        assert engine.scheduler.has_orders
+        first.begin(engine.scheduler.take_orders(NOTHING))
+        assert first.is_broken
+        assert engine.worker.take_report() is None
 
 
 def test_of_several_answers_one_loads_and_the_others_compute() -> None:

@@ -228,7 +228,8 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def _is_well(self) -> bool:
-        return self._plane is None or self._plane.is_well
+        is_broken = self._worker is not None and self._worker.is_broken
+        return not is_broken and (self._plane is None or self._plane.is_well)
 
     def _kv_port(self) -> int:
         parallel = self._vllm_config.parallel_config

@@ -177,6 +177,7 @@ class SchedulerSide:
             self._give_up(request_id)
         if report is None:
             return
+        self._orders.is_broken = self._orders.is_broken or report.is_broken
         for request_id, count in report.granted.items():
             if (outgoing := self._outgoing.get(request_id)) is not None:
                 outgoing.num_granted += count

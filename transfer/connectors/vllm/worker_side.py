@@ -84,7 +84,8 @@ class WorkerSide:
     where this engine does not do that. `layer_names` are vLLM's, in the order of the layout's layers.
 
     Mutable state: `_sending`, by request; `_filling`, those of the step under way, with `_told`, the layers that were
-    told of; `_copying`; `_report`, for the end of the step; `_failed_loads`.
+    told of; `_copying`; `_report`, for the end of the step; `_failed_loads`; `_was_broken`, whether the end of `plane`
+    was reported; `is_broken`.
     """
 
     def __init__(
@@ -115,6 +116,9 @@ class WorkerSide:
         self._copying: list[_Copying] = []
         self._report = StepReport()
         self._failed_loads: set[str] = set()
+        self._was_broken = False
+        self.is_broken = False
+        """True once the data plane of some worker of this engine is over. Only one of them is asked for its health."""
 
     def __repr__(self) -> str:
         return f"<WorkerSide {len(self._sending)} sending, {len(self._copying)} copying>"
@@ -123,6 +127,7 @@ class WorkerSide:
 
     def begin(self, orders: StepOrders) -> None:
         """Takes a step's orders, before anything of it is computed."""
+        self.is_broken = self.is_broken or orders.is_broken
         for opened in orders.opens:
             self._open(opened)
         for request_id, reason in orders.aborts.items():
@@ -197,6 +202,8 @@ class WorkerSide:
             elif not one.was_granted and one.push.granted.done():
                 one.was_granted = True
                 self._report.granted[request_id] += 1
+        if not self._was_broken and self._plane is not None and self._plane.over is not None:
+            self._was_broken = self._report.is_broken = True
         report, self._report = self._report, StepReport()
         return report or None
 
