@@ -25,6 +25,7 @@ LISTED = {
     r"(\./)?scripts/test_vllm": "needs vLLM, which takes 4 GB",
     r"(\./)?examples/1p1d/run\.sh( --once)?": "tests/e2e/test_demo.py runs it",
     r"vllm serve .*": "needs vLLM, on GPUs",
+    r"~/vllm/bin/pip install .*": "needs vLLM's Python",
     r"python -m sglang\.launch_server .*": "needs SGLang, on GPUs",
     r"… .*": "a part of a command",
 }
