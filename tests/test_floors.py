@@ -190,7 +190,8 @@ def test_below_the_server_only_two_places_do_io() -> None:
 
 
 def test_only_assemble_knows_the_concrete_classes() -> None:
-    kinds = {f"pdproxy.engines.{kind}" for kind in ("builtin", "vllm_nixl", "lmcache", "sglang", "mooncake")}
+    names = ("builtin", "vllm_nixl", "vllm_transfer", "lmcache", "sglang", "mooncake")
+    kinds = {f"pdproxy.engines.{kind}" for kind in names}
     clients = {"pdproxy.engines.http.httpx_client", "pdproxy.engines.http.http1.client"}
     concrete = {"pdproxy.admission.budget", "pdproxy.kv_signals.zmq", *clients, *kinds}
     outside = {"pdproxy.loadtest.target"}  # a client of whatever proxy or engine it is pointed at

@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other with every step of vLLM: orders go from the scheduler's half to
+"""The messages between the two halves of the connector, with every step of vLLM: orders go from the scheduler's half to
 each worker's, and reports come back."""
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class StepOrders:
 
 @dataclass(slots=True)
 class StepReport:
-    """What the workers say behind a step: each for itself, or all of them added up."""
+    """A `StepReport` is what the workers say behind a step: each for itself, or all of them added up."""
 
     granted: Counter[str] = field(default_factory=Counter)
     """Counts, per request, the workers that have pages at the decoder now."""
     failed: dict[str, str] = field(default_factory=dict)
     """The requests whose push has failed, and why."""
     unanswered: set[str] = field(default_factory=set)
-    """Those of `failed` whose decoder's receiver does not answer."""
+    """The requests in `failed` whose decoder's receiver does not answer."""
     is_broken: bool = False
     """True where a worker's data plane is over."""
 
