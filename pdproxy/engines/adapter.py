@@ -31,6 +31,10 @@ class NoHandoff(MalformedReply):
     """
 
 
+class NobodyReached(NoHandoff):
+    """`NobodyReached` says that the KV was not kept because the decoder's receiver does not answer the prefiller."""
+
+
 @dataclass(slots=True, kw_only=True)
 class AttemptInfo:
     """An `AttemptInfo` is what the engines are told of one attempt."""

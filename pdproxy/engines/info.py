@@ -59,6 +59,8 @@ class EngineInfo:
     """The groups of layers over which a prompt's pages are counted; without groups a prompt takes one page
     per chunk.
     """
+    num_unsent: int = 0
+    """Counts the last tokens of a prompt that have no place in its pages, because the decoder computes them itself."""
     windowed: bool = False
     """Tells that a prompt larger than the memory can pass through it while it is alone."""
     receivers: tuple[Receiver, ...] = ()

@@ -8,11 +8,12 @@ bodies is vLLM's. The connector tells of its part at a port of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
 from pdproxy.engines import model_cards
-from pdproxy.engines.adapter import AttemptInfo, NoHandoff, PrefillReply, ReleaseCall, ReleaseMode
+from pdproxy.engines.adapter import AttemptInfo, NobodyReached, NoHandoff, PrefillReply, ReleaseCall, ReleaseMode
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.kv_push import (
     BUFFER,
@@ -35,6 +36,7 @@ class _Handoff(msgspec.Struct):
     """The ``kv_transfer_params`` of a prefill reply, which go to the decoder as they are."""
 
     failure: str | None = None
+    is_receiver_lost: bool = False
 
 
 _handoff = msgspec.json.Decoder(_Handoff)
@@ -63,16 +65,22 @@ class VllmTransferAdapter(VllmLegs):
         return HEALTH, f"{self._kv_url}{BUFFER}", model_cards.PATH
 
     def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
-        return read_buffer(answers[f"{self._kv_url}{BUFFER}"], answers[model_cards.PATH], kv_url=self._kv_url)
+        """Reads the facts. The decoder's vLLM computes the last token of a prompt itself."""
+        facts = read_buffer(answers[f"{self._kv_url}{BUFFER}"], answers[model_cards.PATH], kv_url=self._kv_url)
+        return replace(facts, num_unsent=1)
 
     def ranks(self, decoder: EngineInfo) -> frozenset[int]:
         return receiver_ranks(decoder)
 
     def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
-        """Reads the reply. Raises `MalformedReply`, and `NoHandoff` where the KV could not be sent."""
+        """Reads the reply. Raises `MalformedReply`; `NoHandoff` where the KV could not be sent, and `NobodyReached`
+        where that is because the decoder's receiver does not answer."""
         reply = super().read_prefill(request, body)
-        if reply.handoff is not None and not reply.is_whole and (failure := _failure_in(reply.handoff)) is not None:
-            raise NoHandoff(f"its KV did not reach the decoder: {failure}")
+        if reply.handoff is not None and not reply.is_whole:
+            handoff = _read(reply.handoff)
+            if handoff.failure is not None:
+                kind = NobodyReached if handoff.is_receiver_lost else NoHandoff
+                raise kind(f"its KV did not reach the decoder: {handoff.failure}")
         return reply
 
     def abandon(
@@ -87,9 +95,9 @@ class VllmTransferAdapter(VllmLegs):
         return push_params(info, self._attempt_key, None)
 
 
-def _failure_in(handoff: msgspec.Raw) -> str | None:
-    """Returns why the KV was not sent; None where it was, or where the handoff says nothing of it."""
+def _read(handoff: msgspec.Raw) -> _Handoff:
+    """Returns what the handoff says; that nothing has failed, where it is not understood."""
     try:
-        return _handoff.decode(handoff).failure
+        return _handoff.decode(handoff)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+        return _Handoff()

@@ -44,7 +44,7 @@ class Shapes:
 
     def of(self, facts: EngineInfo, adapter: Adapter) -> Shape:
         """Returns the shape of an instance with these facts and this adapter; makes it where there is none yet."""
-        size = facts.num_pages, facts.chunk_size, facts.groups, facts.windowed, facts.max_model_len
+        size = facts.num_pages, facts.chunk_size, facts.groups, facts.windowed, facts.max_model_len, facts.num_unsent
         key = (*size, adapter.name, adapter.traits)
         shape = self._known.get(key)
         if shape is None:
@@ -63,6 +63,8 @@ def pages_needed(facts: EngineInfo, num_tokens: int, *, is_exact: bool = True, n
     chunk_size = facts.chunk_size
     if chunk_size is None:
         return num_prompts
+    if facts.num_unsent:  # with windows, a prompt without them may take more pages
+        num_tokens = max(1, num_tokens - facts.num_unsent)
     if not facts.groups:
         return -(-num_tokens // chunk_size) or 1
     count = num_pages if is_exact else most_pages

@@ -239,6 +239,11 @@ class OpenLeg:
         self._outcome = "no_handoff"
         return HandoffMissing(self._name, self._instance.name, what)
 
+    def reach_nobody(self, what: str) -> LegFailed:
+        """Books a prefill leg whose KV was not kept because the receiver of the decoder is silent. Returns the error to
+        raise."""
+        return self.hand_nothing(what) if self._peer is None else self._receiver_not_reached(self._peer)
+
     def say_error(self, events: bytes, *, is_ours: bool) -> EngineSaidError:
         """Books an engine's own error event. Returns the error to raise."""
         self._outcome = "failed" if is_ours else "refused"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pdproxy.aio.deadline import Deadline
-from pdproxy.engines.adapter import Call, DecodeLeg, MalformedReply, NoHandoff, PrefillReply
+from pdproxy.engines.adapter import Call, DecodeLeg, MalformedReply, NobodyReached, NoHandoff, PrefillReply
 from pdproxy.fleet.instance import Instance
 from pdproxy.openai.request import GenerationRequest
 from pdproxy.orchestrator.attempt import Attempt
@@ -72,6 +72,8 @@ class LegRunner:
             await leg.open()
             try:
                 return prefiller.adapter.read_prefill(attempt.context.request, await leg.read())
+            except NobodyReached as error:
+                raise leg.reach_nobody(str(error)) from error
             except NoHandoff as error:
                 raise leg.hand_nothing(str(error)) from error
             except MalformedReply as error:

@@ -40,6 +40,7 @@ from pdproxy.launch.preflight import (
     memory_bytes,
 )
 from tests.helpers.launch_scripts import said_by
+from transfer.connectors.vllm.settings import ConnectorSettings
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/1p1d"
@@ -228,6 +229,17 @@ class TestVllmNixl:
         given = json.loads(words[words.index("--kv-transfer-config") + 1])
         assert given == {"kv_connector": "NixlConnector", "kv_role": "kv_producer", **added}
         assert two_by_two.proxy.command[-2:] == ("--engine-lease-s", "60")
+
+
+class TestVllmTransfer:
+    def test_decoders_decode_with_whole_cuda_graphs(self) -> None:
+        """vLLM asks for none of them where a connector wants to hear of every layer."""
+        extras = [
+            json.loads(engine.program.command[-1])["kv_connector_extra_config"]
+            for engine in plan("vllm_transfer").engines
+        ]
+        read = [ConnectorSettings.read(extra).layer_by_layer for extra in extras]
+        assert read == [True, True, False, False]
 
 
 class TestLMCache:

@@ -46,6 +46,10 @@ def _place(layers: Sequence[torch.Tensor | None], group: GroupLayout, layout: Ra
     for part in group.parts:
         index = group.layers[part.layer]
         tensor = layers[index]
+        if tensor is not None and tensor.dim() != 4:
+            raise GeometryError(
+                f"layer {index} has the shape {tuple(tensor.shape)}, which is not [blocks, heads, tokens, elements]"
+            )
         shape = (len(part.heads), layout.chunk_size, part.head_bytes // layout.chunk_size)
         if tensor is None or part.is_values or _bytes_per_block(tensor) != shape:
             found = None if tensor is None else _bytes_per_block(tensor)

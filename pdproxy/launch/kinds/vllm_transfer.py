@@ -38,6 +38,7 @@ class VllmTransfer:
         extra: dict[str, object] = {"host": options.host, "kv_port": kv_port}
         uses = [PortUse(kv_port, f"{seat.name}'s connector", "--kv-port")]
         if seat.role == "decode":
+            extra["layer_by_layer"] = False  # else vLLM decodes without whole CUDA graphs
             extra["receiver_port"] = options.receiver_port + seat.index
             uses.append(PortUse(options.receiver_port + seat.index, f"{seat.name}'s receiver", "--receiver-port"))
             if options.pd_buffer_size is not None:

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from pdproxy.engines.adapter import AttemptInfo, MalformedReply, NoHandoff, ReleaseCall
+from pdproxy.engines.adapter import AttemptInfo, MalformedReply, NobodyReached, NoHandoff, ReleaseCall
 from pdproxy.engines.info import EngineInfo, Receiver
 from pdproxy.engines.traits import KvReady, ReleaseSignal
 from pdproxy.engines.vllm_transfer import VllmTransferAdapter
+from pdproxy.fleet.page_count import pages_needed
 from pdproxy.openai.request import COMPLETIONS, parse
 from transfer.trust import AttemptKey, new_key
 
@@ -68,6 +69,8 @@ def test_kv_that_was_not_sent_is_no_handoff_unless_the_answer_is_over() -> None:
     with pytest.raises(NoHandoff, match="its KV did not reach the decoder: the decoder fell silent"):
         PREFILLER.read_prefill(IDS, reply(lost))
     assert PREFILLER.read_prefill(IDS, reply(lost, "stop")).is_whole
+    with pytest.raises(NobodyReached):
+        PREFILLER.read_prefill(IDS, reply(lost | {"is_receiver_lost": True}))
     with pytest.raises(NoHandoff):
         PREFILLER.read_prefill(IDS, reply(None))
 
@@ -78,6 +81,7 @@ def test_its_connector_is_asked_for_its_buffer_at_a_port_of_its_own() -> None:
     facts = DECODER.read_facts(answers)
     assert (facts.num_pages, facts.num_occupied, facts.chunk_size) == (100, 60, 16)
     assert (facts.epoch, facts.kv_url, facts.receivers) == ("process", KV_URL, FACTS.receivers)
+    assert [pages_needed(facts, num_tokens) for num_tokens in (1, 17, 23, 24, 25)] == [1, 1, 2, 1, 1]
     assert facts.agreement == {"model": "llama", "dtype": "bfloat16", "chunk_size": "16"}
     with pytest.raises(MalformedReply, match="/kv_buffer is not understood"):
         DECODER.read_facts(answers | {f"{KV_URL}/kv_buffer": b"{}"})

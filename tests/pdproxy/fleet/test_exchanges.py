@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdproxy.engines.adapter import NobodyReached, PrefillReply
 from pdproxy.fleet.breaker import BreakerState
 from pdproxy.fleet.exchanges import Exchanges
 from pdproxy.fleet.instance import Health
@@ -52,6 +53,26 @@ async def test_a_single_deaf_decoder_is_named_and_its_prefiller_is_not_blamed() 
             assert "'decode-0'" in answer.error["message"]
         prefiller, decoder = house.proxy.pool.instances
         assert (prefiller.health, prefiller.breaker.statistics().num_faults) == (Health.READY, 0)
+        assert decoder.breaker.state is BreakerState.OPEN
+        await house.settled()
+
+
+async def test_a_deaf_decoder_is_named_where_the_prefiller_says_so_with_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As vLLM does with our connector: it has no error of its own for that."""
+    async with proxy_in_front_of(retries=0, breaker_faults=3, breaker_cool_off_s=60.0) as house:
+        prefiller, decoder = house.proxy.pool.instances
+
+        def deaf(self: object, request: object, body: bytes) -> PrefillReply:
+            raise NobodyReached("its KV did not reach the decoder")
+
+        monkeypatch.setattr(type(prefiller.adapter), "read_prefill", deaf)
+        for _ in range(3):
+            answer = await house.post()
+            assert (answer.status, answer.error["code"]) == (502, "kv_transfer_failed")
+            assert "'decode-0'" in answer.error["message"]
+        assert prefiller.breaker.statistics().num_faults == 0
         assert decoder.breaker.state is BreakerState.OPEN
         await house.settled()
 

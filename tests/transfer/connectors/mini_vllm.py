@@ -7,7 +7,8 @@ Blocks that are given back are poisoned at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,8 @@ class Request:
     request_id: str
     prompt: list[int]
     kv_transfer_params: dict[str, Any] | None
+    reads_cache: bool = True
+    """Is False where it asks for the prompt's logprobs: then vLLM asks the connector, and ignores what it says."""
     num_computed: int = 0
     state: str = "waiting"
     blocks: list[list[int]] = field(default_factory=list)
@@ -70,7 +73,7 @@ class MiniVllm:
         # Two tensors, each shared by a layer of either group, as vLLM lays a hybrid model out.
         first, second = torch.full((2, num_blocks, HEADS, TOKENS, CONTENT), POISON).unbind(0)
         self.layers = [first, first, second, second]
-        memory = EngineMemory(self.layers, layout)
+        self.memory = memory = EngineMemory(self.layers, layout)
         identity = Identity("mini", layout)
         self.num_free_pages = lambda: 0
         self.plane: DataPlane | None = None
@@ -80,15 +83,17 @@ class MiniVllm:
             self.plane = DataPlane(InProcess(make_agent, memory, identity))
             self.plane.start().result(10)
         else:
-            self.inbox = ReceiverThread(_no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
+            self.inbox = ReceiverThread(no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
             self.inbox.start()
             self.buffer = PagedBuffer(16, layout.page_bytes)
-            config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=2.0)
+            config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=20.0)
             self.inbox.receive(make_agent(), self.buffer, identity, config)
             received = layer_views(self.buffer.pages, layout)
-        self.scheduler = SchedulerSide(TOKENS, 1)
+        self.scheduler = SchedulerSide(TOKENS, 1, layout.kv.groups)
+        self.scheduler.pool = self
         self.worker = WorkerSide(layout, NAMES, memory, plane=self.plane, inbox=self.inbox, received=received)
         self.free = list(range(1, num_blocks))
+        self._holders: Counter[int] = Counter()
         self.requests: dict[str, Request] = {}
         self.kept: dict[str, Request] = {}
         self.preempted: set[str] = set()
@@ -111,6 +116,7 @@ class MiniVllm:
             self.kept[request.request_id] = request
             assert not self.scheduler.finished(request, is_whole=is_whole)[0]
             return
+        self._remove_skipped(request)
         is_kept, request.reply = self.scheduler.finished(request, is_whole=is_whole)
         request.state = "over"
         if is_kept:
@@ -145,6 +151,8 @@ class MiniVllm:
             matched, is_async = (0, False)
             if request.num_computed == 0:
                 matched, is_async = self.scheduler.num_matched(request, 0)  # type: ignore[assignment]
+                if not request.reads_cache:
+                    matched, is_async = 0, False
             if matched is None:
                 continue
             total = request.num_computed + matched
@@ -183,7 +191,7 @@ class MiniVllm:
         self.worker.load(orders)
         self.worker.end()
         sent, loaded, failed = self.worker.results(sorted(finished))
-        self.scheduler.heard(self.worker.take_report(), sorted(loaded))
+        self.scheduler.heard(self.worker.take_report(), sorted(loaded), sorted(sent))
         for request_id in sent:
             self._give_back(self.kept.pop(request_id))
         for request_id in loaded:
@@ -213,7 +221,9 @@ class MiniVllm:
             return None
         added: list[list[int]] = []
         for count, null in zip(wanted, nulls, strict=True):
-            ids = [0] * min(null, count) + [self.free.pop() for _ in range(max(0, count - null))]
+            fresh = [self.free.pop() for _ in range(max(0, count - null))]
+            self._holders.update(fresh)
+            ids = [0] * min(null, count) + fresh
             added.append(ids)
         for ids, more in zip(request.blocks, added, strict=True):
             ids.extend(more)
@@ -221,11 +231,33 @@ class MiniVllm:
 
     def _give_back(self, request: Request) -> None:
         for ids in request.blocks:
-            for block in filter(None, ids):
+            self.give_up(filter(None, ids))
+        request.blocks = []
+
+    def _remove_skipped(self, request: Request) -> None:
+        """Gives back the blocks in front of the window of the token behind all computed ones. vLLM does so before the
+        connector hears that the request is over (`Scheduler._connector_finished`)."""
+        ids = request.blocks[1] if request.blocks else []
+        for place in range(min(len(ids), max(0, request.num_computed - WINDOW + 1) // TOKENS)):
+            if ids[place]:
+                self.give_up([ids[place]])
+                ids[place] = 0
+
+    # vLLM's BlockPool
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            assert block not in self.free
+            self._holders[block] += 1
+
+    def give_up(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._holders[block] -= 1
+            assert self._holders[block] >= 0
+            if not self._holders[block]:
                 for tensor in self.layers:
                     tensor[block] = POISON
                 self.free.append(block)
-        request.blocks = []
 
     def _compute(self, request: Request, layer: int, count: int) -> None:
         group = layer % 2
@@ -265,7 +297,7 @@ def kv_of(prompt: list[int], position: int, layer: int) -> torch.Tensor:
     return torch.tensor([[base + head / 4, base + head / 4 + 0.125] for head in range(HEADS)])
 
 
-def _no_facts(receiver: object) -> wire.BufferFacts:
+def no_facts(receiver: object) -> wire.BufferFacts:
     raise AssertionError("nobody asks here")
 
 

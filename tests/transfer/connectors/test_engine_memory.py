@@ -102,6 +102,7 @@ def unlike_strides() -> list[torch.Tensor]:
         ([one[:, :, :, :3] for one in layer_first(2, 16, 2)], r"has \(heads, tokens, bytes\) = \(2, 4, 12\)"),
         ([one[:, :1] for one in layer_first(2, 16, 2)], r"= \(1, 4, 24\)"),
         (two_allocations(), "in 2 allocations"),
+        ([one.flatten(1) for one in layer_first(2, 16, 2)], r"has the shape \(16, 48\)"),
         (unlike_strides(), "at distances of"),
     ],
 )

@@ -6,18 +6,32 @@ import os
 import random
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
-from tests.transfer.connectors.mini_vllm import MiniVllm, Request, until
+from tests.transfer.connectors.mini_vllm import HYBRID, NAMES, TOKENS, MiniVllm, Request, until
 from transfer.agents.fates import Fate
 from transfer.agents.mock import Hold, Land, MockAgent, MockFabric
 from transfer.agents.mock_write import MockWrite
+from transfer.connectors.vllm import worker_side
+from transfer.connectors.vllm.messages import StepReport
+from transfer.connectors.vllm.scheduler_side import SchedulerSide
+from transfer.connectors.vllm.worker_side import WorkerSide
 from transfer.memory.reservations import Holding
 
 SEED = int(os.environ.get("PDPROXY_TEST_SEED", "11"))
+
+NOTHING = SimpleNamespace(
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[]),
+    num_scheduled_tokens={},
+    preempted_req_ids=set(),
+)
+"""A step of vLLM in which nothing is computed."""
 
 
 class World:
@@ -63,7 +77,11 @@ class World:
 
     def until_ready(self, prefilled: Request) -> None:
         """Waits as a proxy does: for the prefiller's answer, and for the decoder's word."""
-        is_ready = lambda: prefilled.reply is not None and self.holding(prefilled) is Holding.READY  # noqa: E731
+
+        def is_ready() -> bool:
+            assert "failure" not in (prefilled.reply or {}), prefilled.reply
+            return prefilled.reply is not None and self.holding(prefilled) is Holding.READY
+
         until(is_ready, self.step, "the KV is not ready")
 
     def check_all_free(self) -> None:
@@ -98,6 +116,17 @@ def test_the_decoder_has_every_token_but_the_last(num_tokens: int) -> None:
         assert decoded.wrong == []
         assert not decoded.failed_load
         world.check_all_free()
+
+
+def test_a_load_in_several_pieces_is_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_side, "PIECE_BYTES", 3 * TOKENS * 16)
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(30))
+        world.until_ready(prefilled)
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        assert decoded.wrong == []
+        assert not decoded.failed_load
 
 
 def test_a_prompt_is_not_computed_before_its_pages_are_reserved() -> None:
@@ -143,6 +172,31 @@ def test_blocks_stay_until_the_last_write_has_landed() -> None:
         world.check_all_free()
 
 
+@pytest.mark.parametrize("num_tokens", [9, 13, 17])
+def test_a_block_that_only_the_decoder_still_needs_stays_until_it_is_sent(num_tokens: int) -> None:
+    """With the last token computed, the window of the next one begins with a block; the decoder computes the last token
+    itself, and needs the block before."""
+    with new_world() as world:
+        writes: list[MockWrite] = []
+
+        def hold(write: MockWrite) -> Hold:
+            writes.append(write)
+            return Hold()
+
+        world.agent.script = hold
+        prefilled = world.prefill(world.prompt(num_tokens))
+        until(lambda: prefilled.state == "over", world.step, "not computed")
+        world.agent.script = lambda write: Land()
+        while writes:
+            writes.pop().land()
+        world.until_ready(prefilled)
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        assert decoded.wrong == []
+        assert not decoded.failed_load
+        world.check_all_free()
+
+
 @pytest.mark.parametrize("when", ["waiting", "running", "over"])
 def test_an_abort_gives_everything_back(when: str) -> None:
     with new_world() as world:
@@ -179,6 +233,7 @@ def test_a_decoder_that_cannot_be_reached_fails_the_attempt_and_not_the_engine()
         until(lambda: lost.state == "over", world.step, "it hangs")
         assert lost.reply is not None
         assert lost.reply["failure"]
+        assert lost.reply["is_receiver_lost"]
         world.check_all_free()
 
 
@@ -193,6 +248,58 @@ def test_kv_that_is_gone_is_a_failed_load() -> None:
         until(lambda: decoded.state == "over", world.step, "it hangs")
         assert decoded.failed_load
         world.check_all_free()
+
+
+@pytest.mark.parametrize("num_tokens", [7, 9, 12, 40])
+def test_kv_of_another_prompt_is_a_failed_load(num_tokens: int) -> None:
+    """The two engines may have cut a prompt unlike, or been sent unlike ones: of the same number of pages, or not."""
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(10))
+        world.until_ready(prefilled)
+        other = Request("other", world.prompt(num_tokens), prefilled.reply)
+        world.decoder.add(other)
+        until(lambda: other.state == "over", world.step, "it hangs")
+        assert other.failed_load
+        world.check_all_free()
+
+
+def test_a_prompt_that_vllm_computes_at_once_is_answered_with_why_it_was_not_sent() -> None:
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(10))
+        prefilled.reads_cache = False
+        until(lambda: prefilled.state == "over", world.step, "it hangs")
+        assert prefilled.reply is not None
+        assert "prompt_logprobs" in prefilled.reply["failure"]
+        world.check_all_free()
+
+
+def test_a_push_that_fails_on_one_worker_is_given_up_on_all() -> None:
+    groups = HYBRID.groups
+    scheduler = SchedulerSide(TOKENS, 2, groups)
+    receivers = [{"rank": 0, "host": "127.0.0.1", "port": 1}]
+    scheduler.add(Request("a", [1] * 9, {"attempt": "a", "receivers": receivers, "timeout_s": 9.0}))
+    scheduler.take_orders(NOTHING)
+    scheduler.heard(StepReport(Counter({"a": 1}), {"a": "one worker's agent is dead"}), [])
+    assert scheduler.has_orders
+    assert list(scheduler.take_orders(NOTHING).aborts) == ["a"]
+
+
+def test_every_worker_hears_that_the_data_plane_of_one_is_over() -> None:
+    """The proxy asks the first rank alone how the engine is."""
+    with new_world() as world:
+        engine, first = (
+            world.prefiller,
+            WorkerSide(HYBRID.of_rank(), NAMES, world.prefiller.memory, plane=None, inbox=None),
+        )
+        engine.step(7)
+        assert not engine.worker.is_broken
+        assert engine.plane is not None
+        engine.plane.close()
+        engine.scheduler.heard(engine.worker.take_report(), [])
+        assert engine.scheduler.has_orders
+        first.begin(engine.scheduler.take_orders(NOTHING))
+        assert first.is_broken
+        assert engine.worker.take_report() is None
 
 
 def test_of_several_answers_one_loads_and_the_others_compute() -> None:

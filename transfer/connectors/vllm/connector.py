@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,19 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
+class _Pool:
+    """vLLM's pool of blocks, by their numbers."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def give_up(self, blocks: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
+
 class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """A `PdproxyConnector` is one half of the connector: in vLLM's scheduler or in one of its workers.
 
@@ -85,7 +99,8 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise TransferError("a decoder of several tensor-parallel ranks cannot use this connector yet")
         if role == KVConnectorRole.SCHEDULER:
             caches = KvCaches(vllm_config, kv_cache_config, 0)
-            self._scheduler = SchedulerSide(caches.layout.chunk_size, parallel.tensor_parallel_size)
+            layout = caches.layout
+            self._scheduler = SchedulerSide(layout.chunk_size, parallel.tensor_parallel_size, layout.kv.groups)
 
     # ── in the worker ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -158,8 +173,8 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Returns True: layers are sent while vLLM computes, which it tells of between the pieces of a graph."""
-        return True
+        """Returns True where layers are sent while vLLM computes, which it tells of between the pieces of a graph."""
+        return ConnectorSettings.read(extra_config).layer_by_layer
 
     def shutdown(self) -> None:
         if self._plane is not None:
@@ -168,6 +183,9 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._thread.close()
 
     # ── in the scheduler ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduling.pool = _Pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduling.add(request)
@@ -187,7 +205,8 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
         report = None if metadata is None else metadata.report
-        self._scheduling.heard(report, sorted(connector_output.finished_recving or ()))
+        output = connector_output
+        self._scheduling.heard(report, sorted(output.finished_recving or ()), sorted(output.finished_sending or ()))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -209,7 +228,8 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def _is_well(self) -> bool:
-        return self._plane is None or self._plane.is_well
+        is_broken = self._worker is not None and self._worker.is_broken
+        return not is_broken and (self._plane is None or self._plane.is_well)
 
     def _kv_port(self) -> int:
         parallel = self._vllm_config.parallel_config

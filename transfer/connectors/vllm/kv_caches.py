@@ -26,8 +26,8 @@ _WINDOWS = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}
 class KvCaches:
     """`KvCaches` tells what vLLM keeps: `layout`, and `layer_names` in the order of its layers.
 
-    Raises `TransferError` for what this connector cannot move: pipeline or context parallelism, states, layers with
-    blocks of unlike sizes.
+    Raises `TransferError` for what this connector cannot move: pipeline or context parallelism, batches that are
+    computed in parts, memory that is given back while vLLM sleeps, states, layers with blocks of unlike sizes.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, rank: int) -> None:
@@ -35,6 +35,10 @@ class KvCaches:
         for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) != 1:
                 raise TransferError(f"{name} has to be 1 with this connector, and is {getattr(parallel, name)}")
+        if getattr(parallel, "use_ubatching", False):
+            raise TransferError("enable_dbo and ubatch_size have to be off: a layer is sent when it was computed once")
+        if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+            raise TransferError("enable_sleep_mode has to be off: other engines read and write this engine's memory")
         groups = kv_cache_config.kv_cache_groups
         block_sizes = {group.kv_cache_spec.block_size for group in groups}
         if len(block_sizes) != 1:
@@ -61,7 +65,7 @@ class KvCaches:
                 tuple(layers),
                 block_sizes.pop(),
                 dtype.itemsize,
-                str(dtype).removeprefix("torch."),
+                _dtype_name(dtype, getattr(vllm_config.cache_config, "cache_dtype", "auto")),
                 grouping=tuple(grouping),
             )
             self.layout = kv.of_rank(size, rank)
@@ -85,6 +89,14 @@ def packing_of(vllm_config: Any, layer_names: list[str], device: torch.device) -
     return "+".join(parts)
 
 
+def _dtype_name(dtype: torch.dtype, kv_cache_dtype: str) -> str:
+    """Returns a name for what an element means. vLLM keeps several kinds of quantized KV as plain bytes."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return name
+    return f"{name} {'fp8_e4m3' if kv_cache_dtype == 'fp8' else kv_cache_dtype}"
+
+
 def _backend(layer: Any) -> str:
     backend = getattr(layer, "attn_backend", None)
     return "unknown" if backend is None else str(backend.get_name())
@@ -96,6 +108,11 @@ def _layer(name: str, spec: Any, tp_size: int, total_heads: int) -> LayerKv:
     if kind is None or getattr(spec, "tokens_per_state", 1) != 1:
         known = ", ".join(_KINDS)
         raise TransferError(f"layer {name} has a {type(spec).__name__}; this connector moves {known} alone")
+    if getattr(spec, "extra_retained_tokens", 0):
+        raise TransferError(
+            f"layer {name} keeps {spec.extra_retained_tokens} tokens in front of its window, for several modules of "
+            "speculative decoding: they would not be sent"
+        )
     window = getattr(spec, _WINDOWS[kind]) if kind in _WINDOWS else None
     content, rest = divmod(spec.state_content_size_bytes, spec.dtype.itemsize)
     if rest:

@@ -20,6 +20,8 @@ class LoadParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     attempt: Name
     failure: str | None = None
+    is_receiver_lost: bool = False
+    """True where the failure is that the decoder's receiver does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,11 @@ class StepOrders:
     releases: list[str] = field(default_factory=list)
     """The attempts whose KV the decoder does not need: it has computed it itself, or has it in its cache."""
 
+    is_broken: bool = False
+    """Tells every worker, once, that some worker's data plane is over: this engine can send nothing any more."""
+
     def __bool__(self) -> bool:
-        return bool(self.opens or self.aborts or self.fills or self.loads or self.releases)
+        return bool(self.opens or self.aborts or self.fills or self.loads or self.releases or self.is_broken)
 
 
 @dataclass(slots=True)
@@ -81,11 +86,17 @@ class StepReport:
     """Counts, per request, the workers that have pages at the decoder now."""
     failed: dict[str, str] = field(default_factory=dict)
     """The requests whose push has failed, and why."""
+    unanswered: set[str] = field(default_factory=set)
+    """The requests in `failed` whose decoder's receiver does not answer."""
+    is_broken: bool = False
+    """True where a worker's data plane is over."""
 
     def __bool__(self) -> bool:
-        return bool(self.granted or self.failed)
+        return bool(self.granted or self.failed or self.is_broken)
 
     def add(self, other: StepReport) -> None:
         """Adds what another worker says."""
         self.granted.update(other.granted)
         self.failed = other.failed | self.failed
+        self.unanswered |= other.unanswered
+        self.is_broken = self.is_broken or other.is_broken

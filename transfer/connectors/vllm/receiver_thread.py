@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
 import uvicorn
+import zmq
 
 from transfer import wire
 from transfer.agents.base import TransferAgent, close_agent
 from transfer.connectors.vllm.facts import facts_app
-from transfer.errors import TransferError
+from transfer.errors import AttemptLost, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import Receiver, ReceiverConfig
@@ -59,24 +62,41 @@ class ReceiverThread:
         self._do(self._serve(), START_TIMEOUT_S)
 
     def receive(self, agent: TransferAgent, buffer: PagedBuffer, identity: Identity, config: ReceiverConfig) -> None:
-        """Opens a receiver. Raises `TransferError` where its parts do not fit together, and `zmq.ZMQError`."""
+        """Opens a receiver. Raises `TransferError` where its parts do not fit together, or its port cannot be had."""
         self._close_agent = lambda: close_agent(agent, buffer)
 
         async def receive() -> None:
+            if buffer.pages.is_cuda:  # this thread's own stream: on vLLM's, a look at a tag waits for the whole step
+                torch.cuda.set_stream(torch.cuda.Stream(buffer.pages.device))  # type: ignore[no-untyped-call]
             receiver = Receiver(agent, buffer, identity, config)
-            await receiver.start()
+            try:
+                await receiver.start()
+            except zmq.ZMQError as error:
+                await receiver.aclose()
+                where = f"port {config.port} on {config.host}"
+                raise TransferError(f"{where} cannot be had ({error}); choose another receiver_port or host") from None
             self._receiver = receiver
 
         self._do(receive(), START_TIMEOUT_S)
 
-    def take(self, attempt: str) -> list[int]:
-        """Does what `Receiver.take` does, and raises what it raises."""
-        return self._call(lambda receiver: receiver.take(attempt))
+    def take(self, attempt: str, num_tokens: int) -> list[int]:
+        """Does what `Receiver.take` does, and raises what it raises. Raises `AttemptLost` where the prompt has another
+        number of tokens than `num_tokens`."""
+
+        def take(receiver: Receiver) -> list[int]:
+            reservation = receiver.reservations.get(attempt)
+            if reservation is not None and reservation.num_tokens != num_tokens:
+                raise AttemptLost(
+                    f"the request has {num_tokens} tokens to load, and the KV here is of {reservation.num_tokens}: the "
+                    "prefiller has read another prompt"
+                )
+            return receiver.take(attempt)
+
+        return self._call(take)
 
     def check_tags(self, attempt: str) -> None:
         """Does what `Receiver.check_tags` does. Raises `AttemptLost`."""
-        if self._receiver is not None:
-            self._receiver.check_tags(attempt)
+        self._call(lambda receiver: receiver.check_tags(attempt))
 
     def consumed(self, attempt: str) -> None:
         """Does what `Receiver.consumed` does, and raises what it raises."""
@@ -136,11 +156,21 @@ class ReceiverThread:
             lifespan="off",
         )
         self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve())
+        # Bound here: where uvicorn cannot have a port it ends the thread, and who waits for the start waits on.
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._bound()]))
         while not self._server.started:
             if self._serving.done():
-                raise TransferError(f"port {self._port} on {self._host} cannot be had; choose another kv_port")
+                raise TransferError(f"{self._host}:{self._port} (host, kv_port) cannot be served")
             await asyncio.sleep(0.01)
+
+    def _bound(self) -> socket.socket:
+        try:
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
+            return socket.create_server(address[:2], family=family)
+        except OSError as error:
+            text = f"port {self._port} on {self._host} cannot be had ({error}); choose another kv_port or host"
+            raise TransferError(text) from None
 
     async def _aclose(self) -> None:
         if self._receiver is not None:

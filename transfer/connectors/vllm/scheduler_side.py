@@ -14,11 +14,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from transfer.connectors.vllm.messages import Fill, Load, LoadParams, OpenPush, StepOrders, StepReport
+from transfer.geometry import PageGroup
 from transfer.wire import PushParams
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,14 @@ MAX_CLAIMED = 10_000
 
 _RECEIVERS = "receivers"
 """The member of ``kv_transfer_params`` that tells a prefill leg from a decode leg."""
+
+
+class BlockPool(Protocol):
+    """A `BlockPool` has vLLM's blocks. A block that is held is nobody else's until it was given up as often."""
+
+    def hold(self, blocks: Sequence[int]) -> None: ...
+
+    def give_up(self, blocks: Sequence[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -40,6 +49,8 @@ class _Outgoing:
     num_granted: int = 0
     """Counts the workers that have pages."""
     failure: str | None = None
+    is_receiver_lost: bool = False
+    """True where it has failed because the decoder's receiver does not answer."""
     num_blocks_sent: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
     """All blocks so far, per page group, by their place in the prompt."""
@@ -57,13 +68,17 @@ class SchedulerSide:
     """A `SchedulerSide` holds the requests that have ``kv_transfer_params`` of this connector's.
 
     Mutable state: `_outgoing` and `_incoming`, by request; `_loading`, the requests whose load was ordered and is not
-    over; `_claimed`, the attempts that some request has loaded, is loading or has no use for; `_orders`, for the next
-    step.
+    over; `_claimed`, the attempts that some request has loaded, is loading or has no use for; `_held`, blocks of
+    windowed groups that are being sent, by request; `_orders`, for the next step; `pool`, which is set once.
     """
 
-    def __init__(self, block_size: int, num_workers: int) -> None:
+    def __init__(self, block_size: int, num_workers: int, groups: Sequence[PageGroup]) -> None:
+        self.pool: BlockPool | None = None
+        """The pool that the blocks are of. vLLM has it after it has made the connector."""
         self._block_size = block_size
         self._num_workers = num_workers
+        self._groups = groups
+        self._held: dict[str, list[int]] = {}
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, _Incoming] = {}
         self._loading: dict[str, str] = {}
@@ -152,19 +167,25 @@ class SchedulerSide:
         orders, self._orders = self._orders, StepOrders()
         return orders
 
-    def heard(self, report: StepReport | None, finished_loads: Sequence[str]) -> None:
-        """Notes what the workers report, and which loads are over."""
+    def heard(
+        self, report: StepReport | None, finished_loads: Sequence[str], finished_sends: Sequence[str] = ()
+    ) -> None:
+        """Notes what the workers report, which loads are over, and of which requests nothing is being sent any more."""
         for request_id in finished_loads:
             self._loading.pop(request_id, None)
+        for request_id in finished_sends:
+            self._give_up(request_id)
         if report is None:
             return
+        self._orders.is_broken = self._orders.is_broken or report.is_broken
         for request_id, count in report.granted.items():
             if (outgoing := self._outgoing.get(request_id)) is not None:
                 outgoing.num_granted += count
         for request_id, reason in report.failed.items():
             if (outgoing := self._outgoing.get(request_id)) is not None and outgoing.failure is None:
                 log.warning("request %s: attempt %s failed: %s", request_id, outgoing.params.attempt, reason)
-                outgoing.failure = reason
+                outgoing.is_receiver_lost = request_id in report.unanswered
+                self._fail(request_id, outgoing, reason)  # on the other workers, too
 
     # ── when a request is over ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -181,9 +202,10 @@ class SchedulerSide:
             return False, None
         num_blocks = -(-outgoing.num_tokens // self._block_size)
         if outgoing.failure is None and (not is_whole or outgoing.num_blocks_sent < num_blocks):
-            outgoing.failure = "the prefiller has given the request up"
-            self._orders.aborts[request_id] = outgoing.failure
-        params = LoadParams(attempt=outgoing.params.attempt, failure=outgoing.failure)
+            self._fail(request_id, outgoing, "the prefiller has given the request up")
+        params = LoadParams(
+            attempt=outgoing.params.attempt, failure=outgoing.failure, is_receiver_lost=outgoing.is_receiver_lost
+        )
         return True, msgspec.to_builtins(params) if is_whole else None
 
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -192,19 +214,48 @@ class SchedulerSide:
         """Orders what is complete when `num_computed` tokens are computed and was not before."""
         if outgoing.failure is not None:
             return
+        if outgoing.num_granted < self._num_workers:
+            # vLLM asks `num_matched`, and ignores what it says where a request must not read from a cache.
+            self._fail(request_id, outgoing, "vLLM computes prompts with prompt_logprobs without waiting for a decoder")
+            return
         first, num_blocks = outgoing.num_blocks_sent, -(-outgoing.num_tokens // self._block_size)
         end = num_blocks if num_computed >= outgoing.num_tokens else num_computed // self._block_size
         if end > first:
             outgoing.num_blocks_sent = end
             blocks = tuple(ids[first:end] for ids in outgoing.block_ids)
             self._orders.fills.append(Fill(request_id, first, blocks, is_last=end == num_blocks))
+            self._hold(request_id, outgoing, first, end)
+
+    def _hold(self, request_id: str, outgoing: _Outgoing, first: int, end: int) -> None:
+        """Holds what of these blocks is in a window.
+
+        When a request is over, vLLM gives back at once what lies in front of the window of the *next* token, and keeps
+        the rest until it is sent. The decoder, which computes the last token itself, may need some of the former.
+        """
+        held: list[int] = []
+        for group, ids in zip(self._groups, outgoing.block_ids, strict=True):
+            if group.window is not None:
+                num_null, _ = group.blocks(outgoing.num_tokens, self._block_size)
+                held += filter(None, ids[max(first, num_null) : end])
+        if held and self.pool is not None:
+            self._held.setdefault(request_id, []).extend(held)
+            self.pool.hold(held)
+
+    def _give_up(self, request_id: str) -> None:
+        held = self._held.pop(request_id, None)
+        if held and self.pool is not None:
+            self.pool.give_up(held)
 
     def _preempted(self, request_id: str) -> None:
         """Gives up a push whose blocks vLLM has taken away: what a late write carries is not this request's."""
+        self._give_up(request_id)
         outgoing = self._outgoing.get(request_id)
         if outgoing is not None and outgoing.failure is None:
-            outgoing.failure = "vLLM has preempted the request"
-            self._orders.aborts[request_id] = outgoing.failure
+            self._fail(request_id, outgoing, "vLLM has preempted the request")
+
+    def _fail(self, request_id: str, outgoing: _Outgoing, reason: str) -> None:
+        outgoing.failure = reason
+        self._orders.aborts[request_id] = reason
 
     def _forget_incoming(self, request_id: str) -> None:
         """Gives the attempt's pages back where this was the last request that might have loaded them."""

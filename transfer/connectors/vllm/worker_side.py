@@ -20,7 +20,7 @@ import torch
 from transfer.agents.base import Event
 from transfer.connectors.vllm.messages import Fill, Load, OpenPush, StepOrders, StepReport
 from transfer.dataplane.plane import DataPlane, PlanePush
-from transfer.errors import TransferError
+from transfer.errors import ReceiverLost, TransferError
 from transfer.memory.engine_memory import EngineMemory
 from transfer.memory.views import LayerViews
 from transfer.plan.blocks import page_table
@@ -28,11 +28,14 @@ from transfer.plan.layout import RankLayout
 
 log = logging.getLogger(__name__)
 
+PIECE_BYTES = 64 << 20
+"""The most bytes, but for one page's, that a load takes of the device's memory beside vLLM's own while it copies."""
+
 
 class Inbox(Protocol):
     """An `Inbox` is the PD buffer, as the worker sees it. See `ReceiverThread`."""
 
-    def take(self, attempt: str) -> list[int]: ...
+    def take(self, attempt: str, num_tokens: int) -> list[int]: ...
 
     def check_tags(self, attempt: str) -> None: ...
 
@@ -81,7 +84,8 @@ class WorkerSide:
     where this engine does not do that. `layer_names` are vLLM's, in the order of the layout's layers.
 
     Mutable state: `_sending`, by request; `_filling`, those of the step under way, with `_told`, the layers that were
-    told of; `_copying`; `_report`, for the end of the step; `_failed_loads`.
+    told of; `_copying`; `_report`, for the end of the step; `_failed_loads`; `_was_broken`, whether the end of `plane`
+    was reported; `is_broken`.
     """
 
     def __init__(
@@ -112,6 +116,9 @@ class WorkerSide:
         self._copying: list[_Copying] = []
         self._report = StepReport()
         self._failed_loads: set[str] = set()
+        self._was_broken = False
+        self.is_broken = False
+        """True once the data plane of some worker of this engine is over. Only one of them is asked for its health."""
 
     def __repr__(self) -> str:
         return f"<WorkerSide {len(self._sending)} sending, {len(self._copying)} copying>"
@@ -120,6 +127,7 @@ class WorkerSide:
 
     def begin(self, orders: StepOrders) -> None:
         """Takes a step's orders, before anything of it is computed."""
+        self.is_broken = self.is_broken or orders.is_broken
         for opened in orders.opens:
             self._open(opened)
         for request_id, reason in orders.aborts.items():
@@ -189,9 +197,13 @@ class WorkerSide:
             if not one.was_failed and (reason := one.push.failure) is not None:
                 one.was_failed = True
                 self._report.failed[request_id] = reason
+                if isinstance(one.push.error, ReceiverLost):
+                    self._report.unanswered.add(request_id)
             elif not one.was_granted and one.push.granted.done():
                 one.was_granted = True
                 self._report.granted[request_id] += 1
+        if not self._was_broken and self._plane is not None and self._plane.over is not None:
+            self._was_broken = self._report.is_broken = True
         report, self._report = self._report, StepReport()
         return report or None
 
@@ -238,10 +250,12 @@ class WorkerSide:
         try:
             if self._inbox is None:
                 raise TransferError("this engine is a prefiller: its kv_role has to be kv_consumer or kv_both")
-            self._copying.append(_Copying(load, self._copy(load, self._inbox.take(load.attempt))))
+            self._copying.append(_Copying(load, self._copy(load, self._inbox.take(load.attempt, load.num_tokens))))
         except TransferError as error:
             log.warning("request %s: attempt %s cannot be loaded: %s", load.request_id, load.attempt, error)
             self._failed_loads.add(load.request_id)
+            if self._inbox is not None:
+                self._inbox.release(load.attempt)  # nobody else will ask for it
 
     def _copy(self, load: Load, pages: list[int]) -> Event | None:
         """Copies an attempt's pages into vLLM's blocks. Returns an event behind the copies, or None."""
@@ -256,16 +270,23 @@ class WorkerSide:
                 ]
                 if not pairs:
                     continue
-                device = self._memory.whole.device
-                theirs = torch.tensor([page for page, _ in pairs], device=device)
-                ours = torch.tensor([block for _, block in pairs], device=device)
+                theirs, ours = self._on_device(pairs)
                 for index in self._layout.groups[group].layers:
                     target, views = self._memory.layers[index], self._received[index]
                     assert target is not None
                     assert views is not None
-                    pages_of_layer = views.keys.view(torch.uint8).index_select(0, theirs)
-                    target.view(torch.uint8).index_copy_(0, ours, pages_of_layer)
+                    source, target = views.keys.view(torch.uint8), target.view(torch.uint8)
+                    step = max(1, PIECE_BYTES // source[0].numel())
+                    for some, here in zip(torch.split(theirs, step), torch.split(ours, step), strict=True):
+                        target.index_copy_(0, here, source.index_select(0, some))
             return self._now()
+
+    def _on_device(self, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
+        """Returns the firsts and the seconds of these pairs where the KV is. Waits for nothing that the device does."""
+        numbers = torch.tensor(pairs).T.contiguous()
+        if self._is_cuda:  # out of pinned memory: else this waits for the whole step
+            numbers = numbers.pin_memory().to(self._memory.whole.device, non_blocking=True)
+        return numbers.unbind(0)
 
     def _copied(self, load: Load) -> bool:
         """Gives the attempt's pages back, now that they were copied. Returns whether what was copied is right."""

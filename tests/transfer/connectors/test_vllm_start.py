@@ -1,0 +1,83 @@
+"""What the connector for vLLM says of an engine that it cannot serve, or not beside another one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.cluster import free_ports
+from tests.transfer.connectors.mini_vllm import HYBRID, no_facts
+from transfer.agents.mock import MockAgent, MockFabric
+from transfer.connectors.vllm.kv_caches import KvCaches
+from transfer.connectors.vllm.receiver_thread import ReceiverThread
+from transfer.errors import TransferError
+from transfer.memory.buffer import PagedBuffer
+from transfer.roles.handshake import Identity
+from transfer.roles.receiver import ReceiverConfig
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """A specification with the name of vLLM's own."""
+
+
+def kv_caches(
+    cache_dtype: str = "auto", dtype: torch.dtype = torch.bfloat16, *, sleeps: bool = False, **more: Any
+) -> KvCaches:
+    sizes = {"block_size": 16, "num_heads": 2, "state_content_size_bytes": 256}
+    spec = FullAttentionSpec(dtype=dtype, extra_retained_tokens=more.pop("extra_retained_tokens", 0), **sizes)
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, enable_sleep_mode=sleeps)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**{"tensor_parallel_size": 1} | more),
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layers.0"])
+    return KvCaches(config, SimpleNamespace(kv_cache_groups=[group]), 0)
+
+
+def test_quantized_kv_is_told_by_what_its_bytes_mean() -> None:
+    """vLLM keeps all of these as uint8."""
+    names = {kv_caches(kind, torch.uint8).layout.kv.dtype for kind in ("fp8", "fp8_e4m3", "fp8_e5m2")}
+    assert len(names) == 2
+    plain = {kv_caches(kind, torch.bfloat16).layout.kv.dtype for kind in ("auto", "bfloat16")}
+    assert plain == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"use_ubatching": True}, "enable_dbo"),
+        ({"sleeps": True}, "enable_sleep_mode"),
+        ({"extra_retained_tokens": 1}, "in front of its window"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(TransferError, match=message):
+        kv_caches(**config)
+
+
+def test_a_port_that_is_taken_is_said_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        thread = ReceiverThread(no_facts, lambda: True, "127.0.0.1", other.getsockname()[1])
+        began = time.monotonic()
+        with pytest.raises(TransferError, match="choose another kv_port"):
+            thread.start()
+        assert time.monotonic() - began < 10
+        thread.close()
+
+
+def test_a_receiver_port_that_is_taken_is_named() -> None:
+    layout = HYBRID.of_rank()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        thread = ReceiverThread(no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
+        thread.start()
+        agent, buffer = MockAgent(MockFabric(), "decoder"), PagedBuffer(4, layout.page_bytes)
+        with pytest.raises(TransferError, match="choose another receiver_port"):
+            thread.receive(agent, buffer, Identity("m", layout), ReceiverConfig(port=other.getsockname()[1]))
+        thread.close()
