@@ -11,11 +11,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.transfer.connectors.mini_vllm import MiniVllm, Request, until
+from tests.transfer.connectors.mini_vllm import HYBRID, PLAIN, MiniVllm, Request, until
 from transfer.agents.fates import Fate
 from transfer.agents.mock import Hold, Land, MockAgent, MockFabric
 from transfer.agents.mock_write import MockWrite
 from transfer.memory.reservations import Holding
+from transfer.plan.layout import KvLayout
 
 SEED = int(os.environ.get("PDPROXY_TEST_SEED", "11"))
 
@@ -23,12 +24,12 @@ SEED = int(os.environ.get("PDPROXY_TEST_SEED", "11"))
 class World:
     """A prefiller and a decoder. `requests` are what was asked so far."""
 
-    def __init__(self, num_blocks: int = 60) -> None:
+    def __init__(self, num_blocks: int = 60, kv: KvLayout = HYBRID) -> None:
         self.fabric = MockFabric()
         self.agent = MockAgent(self.fabric, "prefiller")
-        self.prefiller = MiniVllm("prefiller", lambda: self.agent, sends=True, num_blocks=num_blocks)
+        self.prefiller = MiniVllm("prefiller", lambda: self.agent, sends=True, num_blocks=num_blocks, kv=kv)
         self.decoder = MiniVllm(
-            "decoder", lambda: MockAgent(self.fabric, "decoder"), sends=False, num_blocks=num_blocks
+            "decoder", lambda: MockAgent(self.fabric, "decoder"), sends=False, num_blocks=num_blocks, kv=kv
         )
 
     def prompt(self, num_tokens: int) -> list[int]:
@@ -78,8 +79,8 @@ class World:
 
 
 @contextmanager
-def new_world() -> Iterator[World]:
-    world = World()
+def new_world(kv: KvLayout = HYBRID) -> Iterator[World]:
+    world = World(kv=kv)
     try:
         yield world
     finally:
@@ -215,6 +216,50 @@ def test_an_answer_that_nobody_waits_for_any_more_gives_its_pages_back_though_an
         assert world.holding(prefilled) is Holding.READY
         until(lambda: second.state == "over", world.step, "it hangs")
         assert not second.failed_load
+        world.check_all_free()
+
+
+def test_what_the_decoder_has_is_not_sent_again() -> None:
+    """Neither what its buffer remembers, nor what its vLLM has in its cache."""
+    with new_world(PLAIN) as world:
+        prompt, sent = world.prompt(26), []
+
+        def land(write: MockWrite) -> Land:
+            sent.append(write.num_bytes)
+            return Land()
+
+        def turn(num_tokens: int) -> int:
+            sent.clear()
+            prefilled = world.prefill(prompt[:num_tokens])
+            world.until_ready(prefilled)
+            decoded = world.decode(prefilled)
+            until(lambda: decoded.state == "over", world.step, "no answer")
+            assert decoded.wrong == []
+            assert not decoded.failed_load
+            return sum(sent) // PLAIN.of_rank().page_bytes
+
+        world.agent.script = land
+        assert turn(10) == 3
+        assert turn(18) == 3, "two of its five pages lie in the buffer"
+        world.decoder.remember(prompt, 22)
+        assert turn(26) == 2, "five of its seven pages are in the decoder's cache"
+        assert world.decoder.receiver.reservations.num_cached == 5
+        world.decoder.cache.clear()
+        world.check_all_free()
+
+
+def test_what_the_decoder_has_forgotten_meanwhile_is_computed_again() -> None:
+    with new_world(PLAIN) as world:
+        prompt = world.prompt(26)
+        world.decoder.remember(prompt, 22)
+        prefilled = world.prefill(prompt)
+        world.until_ready(prefilled)
+        assert prefilled.reply is not None
+        assert prefilled.reply["num_cached"] == 5
+        world.decoder.cache.clear()
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        assert not decoded.failed_load
         world.check_all_free()
 
 

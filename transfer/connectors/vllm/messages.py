@@ -20,6 +20,8 @@ class LoadParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     attempt: Name
     failure: str | None = None
+    num_cached: int = 0
+    """Counts the first pages that were not sent, because the decoder's vLLM had them in its own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class OpenPush:
     request_id: str
     params: PushParams
     num_tokens: int
+    keys: tuple[bytes, ...] = ()
+    """The names of the prompt's pages, where equal pages need not be sent twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Load:
     """The first block that is to be filled, counted from the beginning of the prompt. vLLM has those before it."""
     block_ids: tuple[list[int], ...]
     """The blocks' numbers, one list per page group. 0 is vLLM's null block, which nobody reads."""
+    num_cached: int = 0
+    """Counts the first pages of the prompt that were not sent. They lie before `first_block`."""
 
 
 @dataclass(slots=True)
@@ -79,6 +85,8 @@ class StepReport:
 
     granted: Counter[str] = field(default_factory=Counter)
     """Counts, per request, the workers that have pages at the decoder now."""
+    num_cached: dict[str, int] = field(default_factory=dict)
+    """Counts, per request that has its pages, the first of them that need not be sent."""
     failed: dict[str, str] = field(default_factory=dict)
     """The requests whose push has failed, and why."""
 
@@ -88,4 +96,5 @@ class StepReport:
     def add(self, other: StepReport) -> None:
         """Adds what another worker says."""
         self.granted.update(other.granted)
+        self.num_cached |= other.num_cached
         self.failed = other.failed | self.failed

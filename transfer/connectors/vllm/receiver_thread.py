@@ -17,6 +17,7 @@ from transfer.agents.base import TransferAgent, close_agent
 from transfer.connectors.vllm.facts import facts_app
 from transfer.errors import TransferError
 from transfer.memory.buffer import PagedBuffer
+from transfer.memory.engine_cache import EngineCache
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import Receiver, ReceiverConfig
 
@@ -58,12 +59,19 @@ class ReceiverThread:
         self._thread.start()
         self._do(self._serve(), START_TIMEOUT_S)
 
-    def receive(self, agent: TransferAgent, buffer: PagedBuffer, identity: Identity, config: ReceiverConfig) -> None:
+    def receive(
+        self,
+        agent: TransferAgent,
+        buffer: PagedBuffer,
+        identity: Identity,
+        config: ReceiverConfig,
+        cache: EngineCache | None = None,
+    ) -> None:
         """Opens a receiver. Raises `TransferError` where its parts do not fit together, and `zmq.ZMQError`."""
         self._close_agent = lambda: close_agent(agent, buffer)
 
         async def receive() -> None:
-            receiver = Receiver(agent, buffer, identity, config)
+            receiver = Receiver(agent, buffer, identity, config, cache=cache)
             await receiver.start()
             self._receiver = receiver
 

@@ -192,6 +192,7 @@ class WorkerSide:
             elif not one.was_granted and one.push.granted.done():
                 one.was_granted = True
                 self._report.granted[request_id] += 1
+                self._report.num_cached[request_id] = one.push.num_cached
         report, self._report = self._report, StepReport()
         return report or None
 
@@ -202,7 +203,7 @@ class WorkerSide:
         try:
             if self._plane is None:
                 raise TransferError("this engine is a decoder: its kv_role has to be kv_producer or kv_both")
-            push = self._plane.open(order.params, num_tokens=order.num_tokens)
+            push = self._plane.open(order.params, num_tokens=order.num_tokens, keys=order.keys)
         except TransferError as error:
             self._report.failed[order.request_id] = str(error)
         self._sending[order.request_id] = _Sending(push)
@@ -252,7 +253,9 @@ class WorkerSide:
             for group, blocks in enumerate(load.block_ids):
                 ordinals = [table.ordinal(group, load.first_block + i) for i in range(len(blocks))]
                 pairs = [
-                    (pages[o], block) for o, block in zip(ordinals, blocks, strict=True) if o is not None and block
+                    (pages[o - load.num_cached], block)
+                    for o, block in zip(ordinals, blocks, strict=True)
+                    if o is not None and block
                 ]
                 if not pairs:
                     continue
