@@ -65,8 +65,8 @@ class SchedulerSide:
     """
 
     def __init__(self, block_size: int, num_workers: int, *, names_pages: bool = False) -> None:
-        """With `names_pages`, pages are known by vLLM's own block hashes, which hold LoRA, images and salt. There is one
-        page group then, and vLLM hashes its blocks."""
+        """With `names_pages`, pages are known by vLLM's own block hashes, which hold LoRA, images and salt. There is
+        one page group then, and vLLM hashes its blocks."""
         self._block_size = block_size
         self._num_workers = num_workers
         self._names_pages = names_pages
