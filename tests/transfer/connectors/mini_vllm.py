@@ -6,9 +6,10 @@ Blocks that are given back are poisoned at once.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ HYBRID = KvLayout(
     "float32",
     grouping=((0, 2), (1, 3)),
 )
-NAMES = ("full 0", "windowed 0", "full 1", "windowed 1")
+PLAIN = KvLayout((LayerKv(HEADS, CONTENT, 0),) * 2, TOKENS, 4, "float32", grouping=((0, 1),))
 POISON = -1.0
 
 
@@ -63,16 +64,33 @@ class Request:
     def num_prompt_tokens(self) -> int:
         return len(self.prompt)
 
+    @property
+    def block_hashes(self) -> list[bytes]:
+        ends = range(TOKENS, len(self.prompt) + 1, TOKENS)
+        return [hash_of(self.prompt[:end]) for end in ends]
+
 
 class MiniVllm:
     """One engine. `step` is one step of vLLM's."""
 
-    def __init__(self, name: str, make_agent: Callable[[], TransferAgent], *, sends: bool, num_blocks: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        make_agent: Callable[[], TransferAgent],
+        *,
+        sends: bool,
+        num_blocks: int,
+        kv: KvLayout = HYBRID,
+    ) -> None:
         self.name = name
-        layout = HYBRID.of_rank()
-        # Two tensors, each shared by a layer of either group, as vLLM lays a hybrid model out.
+        self.kv = kv
+        self.names = [f"layer {index}" for index in range(len(kv.layers))]
+        self.cache: dict[bytes, list[int]] = {}
+        """The decoder's prefix cache: block hash → the block's tokens."""
+        layout = kv.of_rank()
+        # Two tensors, each shared by a layer of every group, as vLLM lays a hybrid model out.
         first, second = torch.full((2, num_blocks, HEADS, TOKENS, CONTENT), POISON).unbind(0)
-        self.layers = [first, first, second, second]
+        self.layers = [first, first, second, second] if kv is HYBRID else [first, second]
         self.memory = memory = EngineMemory(self.layers, layout)
         identity = Identity("mini", layout)
         self.num_free_pages = lambda: 0
@@ -87,11 +105,11 @@ class MiniVllm:
             self.inbox.start()
             self.buffer = PagedBuffer(16, layout.page_bytes)
             config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=20.0)
-            self.inbox.receive(make_agent(), self.buffer, identity, config)
+            self.inbox.receive(make_agent(), self.buffer, identity, config, self if kv is PLAIN else None)
             received = layer_views(self.buffer.pages, layout)
-        self.scheduler = SchedulerSide(TOKENS, 1, layout.kv.groups)
+        self.scheduler = SchedulerSide(TOKENS, 1, layout.kv.groups, names_pages=kv is PLAIN)
         self.scheduler.pool = self
-        self.worker = WorkerSide(layout, NAMES, memory, plane=self.plane, inbox=self.inbox, received=received)
+        self.worker = WorkerSide(layout, self.names, memory, plane=self.plane, inbox=self.inbox, received=received)
         self.free = list(range(1, num_blocks))
         self._holders: Counter[int] = Counter()
         self.requests: dict[str, Request] = {}
@@ -150,10 +168,12 @@ class MiniVllm:
                 break
             matched, is_async = (0, False)
             if request.num_computed == 0:
-                matched, is_async = self.scheduler.num_matched(request, 0)  # type: ignore[assignment]
+                request.num_computed = self._find_cached(request) if request.reads_cache else 0
+                matched, is_async = self.scheduler.num_matched(request, request.num_computed)  # type: ignore[assignment]
                 if not request.reads_cache:
                     matched, is_async = 0, False
             if matched is None:
+                request.num_computed = 0
                 continue
             total = request.num_computed + matched
             count = 0 if is_async else min(budget, request.num_prompt_tokens - total)
@@ -183,7 +203,7 @@ class MiniVllm:
         self.preempted = set()
         finished, self._finished = self._finished, set()
         self.worker.begin(orders)
-        for layer, name in enumerate(NAMES):
+        for layer, name in enumerate(self.names):
             for request_id, count in scheduled.items():
                 self._compute(self.requests[request_id], layer, count)
             if layer != 2:  # of one layer the connector is not told
@@ -208,14 +228,48 @@ class MiniVllm:
         if self.inbox is not None:
             self.inbox.close()
 
+    # ── the prefix cache, of which blocks are copies here ──
+
+    def pin(self, attempt: str, keys: Sequence[bytes]) -> int:
+        """Answers the receiver as `BlockCache` does."""
+        return next((at for at, key in enumerate(keys) if key not in self.cache), len(keys))
+
+    def unpin(self, attempt: str) -> None:
+        """Nothing is pinned."""
+
+    def remember(self, prompt: list[int], num_tokens: int) -> None:
+        """Has the blocks of a prompt's first tokens in the cache from now on."""
+        for end in range(TOKENS, num_tokens + 1, TOKENS):
+            self.cache[hash_of(prompt[:end])] = prompt[:end]
+
+    def _find_cached(self, request: Request) -> int:
+        """Gives the request what the cache has of it. Returns the number of those tokens."""
+        num_blocks = 0
+        while (end := (num_blocks + 1) * TOKENS) < request.num_prompt_tokens and hash_of(
+            request.prompt[:end]
+        ) in self.cache:
+            num_blocks += 1
+        if num_blocks and not request.blocks:
+            request.blocks = [[self.free.pop() for _ in range(num_blocks)]]
+            self._holders.update(request.blocks[0])
+            for layer in range(len(self.names)):
+                self._compute(request, layer, num_blocks * TOKENS)
+        return num_blocks * TOKENS
+
+    def _group(self, layer: int) -> int:
+        return next(at for at, layers in enumerate(self.kv.grouping) if layer in layers)
+
     # ── blocks ──
 
     def _grow(self, request: Request, num_tokens: int, num_loaded: int = 0) -> tuple[list[int], ...] | None:
         """Gives the request blocks for so many tokens; none in front of the window, where they were loaded."""
         num_blocks = -(-num_tokens // TOKENS)
-        request.blocks = request.blocks or [[], []]
+        request.blocks = request.blocks or [[] for _ in self.kv.groups]
         skipped = max(0, num_loaded - WINDOW + 1) // TOKENS
-        nulls = [0, skipped if not request.blocks[1] else 0]
+        nulls = [
+            skipped if group.window and not ids else 0
+            for group, ids in zip(self.kv.groups, request.blocks, strict=True)
+        ]
         wanted = [num_blocks - len(ids) for ids in request.blocks]
         if sum(wanted) - sum(nulls) > len(self.free):
             return None
@@ -237,7 +291,7 @@ class MiniVllm:
     def _remove_skipped(self, request: Request) -> None:
         """Gives back the blocks in front of the window of the token behind all computed ones. vLLM does so before the
         connector hears that the request is over (`Scheduler._connector_finished`)."""
-        ids = request.blocks[1] if request.blocks else []
+        ids = request.blocks[1] if self.kv is HYBRID and request.blocks else []
         for place in range(min(len(ids), max(0, request.num_computed - WINDOW + 1) // TOKENS)):
             if ids[place]:
                 self.give_up([ids[place]])
@@ -260,7 +314,7 @@ class MiniVllm:
                 self.free.append(block)
 
     def _compute(self, request: Request, layer: int, count: int) -> None:
-        group = layer % 2
+        group = self._group(layer)
         for position in range(request.num_computed, request.num_computed + count):
             block = request.blocks[group][position // TOKENS]
             self.layers[layer][block, :, position % TOKENS] = kv_of(request.prompt, position, layer)
@@ -281,14 +335,19 @@ class MiniVllm:
 
     def _check(self, request: Request) -> None:
         """Looks at every token that the next one will attend to."""
-        for layer in range(4):
-            group = layer % 2
+        for layer in range(len(self.names)):
+            group = self._group(layer)
             end = request.num_computed
-            for position in range(0 if group == 0 else max(0, end - WINDOW + 1), end):
+            for position in range(max(0, end - WINDOW + 1) if self.kv.groups[group].window else 0, end):
                 block = request.blocks[group][position // TOKENS]
                 found = self.layers[layer][block, :, position % TOKENS]
                 if block == 0 or not torch.equal(found, kv_of(request.prompt, position, layer)):
                     request.wrong.append(f"layer {layer}, token {position} of {end}: {found.flatten().tolist()}")
+
+
+def hash_of(tokens: list[int]) -> bytes:
+    """Names a block by all tokens up to its end."""
+    return hashlib.sha256(repr(tokens).encode()).digest()
 
 
 def kv_of(prompt: list[int], position: int, layer: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.transfer.connectors.mini_vllm import HYBRID, NAMES, TOKENS, MiniVllm, Request, until
+from tests.transfer.connectors.mini_vllm import HYBRID, PLAIN, TOKENS, MiniVllm, Request, until
 from transfer.agents.fates import Fate
 from transfer.agents.mock import Hold, Land, MockAgent, MockFabric
 from transfer.agents.mock_write import MockWrite
@@ -22,6 +22,7 @@ from transfer.connectors.vllm.messages import StepReport
 from transfer.connectors.vllm.scheduler_side import SchedulerSide
 from transfer.connectors.vllm.worker_side import WorkerSide
 from transfer.memory.reservations import Holding
+from transfer.plan.layout import KvLayout
 
 SEED = int(os.environ.get("PDPROXY_TEST_SEED", "11"))
 
@@ -37,12 +38,12 @@ NOTHING = SimpleNamespace(
 class World:
     """A prefiller and a decoder. `requests` are what was asked so far."""
 
-    def __init__(self, num_blocks: int = 60) -> None:
+    def __init__(self, num_blocks: int = 60, kv: KvLayout = HYBRID) -> None:
         self.fabric = MockFabric()
         self.agent = MockAgent(self.fabric, "prefiller")
-        self.prefiller = MiniVllm("prefiller", lambda: self.agent, sends=True, num_blocks=num_blocks)
+        self.prefiller = MiniVllm("prefiller", lambda: self.agent, sends=True, num_blocks=num_blocks, kv=kv)
         self.decoder = MiniVllm(
-            "decoder", lambda: MockAgent(self.fabric, "decoder"), sends=False, num_blocks=num_blocks
+            "decoder", lambda: MockAgent(self.fabric, "decoder"), sends=False, num_blocks=num_blocks, kv=kv
         )
 
     def prompt(self, num_tokens: int) -> list[int]:
@@ -96,8 +97,8 @@ class World:
 
 
 @contextmanager
-def new_world() -> Iterator[World]:
-    world = World()
+def new_world(kv: KvLayout = HYBRID) -> Iterator[World]:
+    world = World(kv=kv)
     try:
         yield world
     finally:
@@ -279,7 +280,7 @@ def test_a_push_that_fails_on_one_worker_is_given_up_on_all() -> None:
     receivers = [{"rank": 0, "host": "127.0.0.1", "port": 1}]
     scheduler.add(Request("a", [1] * 9, {"attempt": "a", "receivers": receivers, "timeout_s": 9.0}))
     scheduler.take_orders(NOTHING)
-    scheduler.heard(StepReport(Counter({"a": 1}), {"a": "one worker's agent is dead"}), [])
+    scheduler.heard(StepReport(Counter({"a": 1}), failed={"a": "one worker's agent is dead"}), [])
     assert scheduler.has_orders
     assert list(scheduler.take_orders(NOTHING).aborts) == ["a"]
 
@@ -289,7 +290,7 @@ def test_every_worker_hears_that_the_data_plane_of_one_is_over() -> None:
     with new_world() as world:
         engine, first = (
             world.prefiller,
-            WorkerSide(HYBRID.of_rank(), NAMES, world.prefiller.memory, plane=None, inbox=None),
+            WorkerSide(HYBRID.of_rank(), world.prefiller.names, world.prefiller.memory, plane=None, inbox=None),
         )
         engine.step(7)
         assert not engine.worker.is_broken
@@ -322,6 +323,50 @@ def test_an_answer_that_nobody_waits_for_any_more_gives_its_pages_back_though_an
         assert world.holding(prefilled) is Holding.READY
         until(lambda: second.state == "over", world.step, "it hangs")
         assert not second.failed_load
+        world.check_all_free()
+
+
+def test_what_the_decoder_has_is_not_sent_again() -> None:
+    """Neither what its buffer remembers, nor what its vLLM has in its cache."""
+    with new_world(PLAIN) as world:
+        prompt, sent = world.prompt(26), []
+
+        def land(write: MockWrite) -> Land:
+            sent.append(write.num_bytes)
+            return Land()
+
+        def turn(num_tokens: int) -> int:
+            sent.clear()
+            prefilled = world.prefill(prompt[:num_tokens])
+            world.until_ready(prefilled)
+            decoded = world.decode(prefilled)
+            until(lambda: decoded.state == "over", world.step, "no answer")
+            assert decoded.wrong == []
+            assert not decoded.failed_load
+            return sum(sent) // PLAIN.of_rank().page_bytes
+
+        world.agent.script = land
+        assert turn(10) == 3
+        assert turn(18) == 3, "two of its five pages lie in the buffer"
+        world.decoder.remember(prompt, 22)
+        assert turn(26) == 2, "five of its seven pages are in the decoder's cache"
+        assert world.decoder.receiver.reservations.num_cached == 5
+        world.decoder.cache.clear()
+        world.check_all_free()
+
+
+def test_what_the_decoder_has_forgotten_meanwhile_is_computed_again() -> None:
+    with new_world(PLAIN) as world:
+        prompt = world.prompt(26)
+        world.decoder.remember(prompt, 22)
+        prefilled = world.prefill(prompt)
+        world.until_ready(prefilled)
+        assert prefilled.reply is not None
+        assert prefilled.reply["num_cached"] == 5
+        world.decoder.cache.clear()
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        assert not decoded.failed_load
         world.check_all_free()
 
 
@@ -368,8 +413,8 @@ def test_whatever_happens_in_whatever_order_nothing_is_wrong_and_nothing_is_lost
 
         def rest() -> bool:
             for one in prefilled:
-                if one.reply is not None and world.holding(one) is Holding.READY:
-                    world.decoder.inbox.release(one.reply["attempt"])  # type: ignore[union-attr]
+                if one.state == "over" and world.holding(one) is Holding.READY:  # as a proxy cancels it
+                    world.decoder.inbox.release(one.kv_transfer_params["attempt"])  # type: ignore[union-attr]
             return not any(e.requests or e.kept for e in (world.prefiller, world.decoder))
 
         until(rest, world.step, f"seed {seed}: a request hangs")

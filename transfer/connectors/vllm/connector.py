@@ -24,6 +24,7 @@ from vllm.v1.request import RequestStatus
 
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
+from transfer.connectors.vllm.block_cache import BlockCache, publish
 from transfer.connectors.vllm.compat import check_version, transfer_results
 from transfer.connectors.vllm.kv_caches import KvCaches, packing_of
 from transfer.connectors.vllm.messages import StepOrders, StepReport
@@ -100,7 +101,12 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             caches = KvCaches(vllm_config, kv_cache_config, 0)
             layout = caches.layout
-            self._scheduler = SchedulerSide(layout.chunk_size, parallel.tensor_parallel_size, layout.kv.groups)
+            self._scheduler = SchedulerSide(
+                layout.chunk_size,
+                parallel.tensor_parallel_size,
+                layout.kv.groups,
+                names_pages=self._names_pages(kv_cache_config, layout.chunk_size),
+            )
 
     # ── in the worker ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -137,7 +143,8 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
             buffer = PagedBuffer(num_pages, layout.page_bytes, device)
             agent = NixlAgent(self._epoch, receives=True, device=device)
-            self._thread.receive(agent, buffer, identity, settings.receiver)
+            cache = BlockCache(self._kv_transfer_config.engine_id)
+            self._thread.receive(agent, buffer, identity, settings.receiver, cache)
             received = layer_views(buffer.pages, layout)
         inbox = self._thread if self._receives else None
         self._worker = WorkerSide(layout, caches.layer_names, memory, plane=self._plane, inbox=inbox, received=received)
@@ -186,6 +193,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduling.pool = _Pool(gpu_block_pool)
+        publish(self._kv_transfer_config.engine_id, gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduling.add(request)
@@ -226,6 +234,12 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _scheduling(self) -> SchedulerSide:
         assert self._scheduler is not None
         return self._scheduler
+
+    def _names_pages(self, kv_cache_config: Any, block_size: int) -> bool:
+        """Tells whether vLLM's block hashes name pages: it has them, one for each block, and there is one group."""
+        has_hashes = bool(self._vllm_config.cache_config.enable_prefix_caching)
+        hash_size = kv_cache_config.hash_block_size or block_size
+        return has_hashes and hash_size == block_size and len(kv_cache_config.kv_cache_groups) == 1
 
     def _is_well(self) -> bool:
         is_broken = self._worker is not None and self._worker.is_broken
@@ -271,6 +285,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ],
                 num_reserved=pages.num_reserved if pages else 0,
                 num_queued=pages.num_queued if pages else 0,
+                num_cached=pages.num_cached if pages else 0,
                 num_reservations_waited=pages.num_waited if pages else 0,
                 num_wrong_tags=0 if receiver is None else receiver.num_wrong_tags,
                 fleet_key="none" if key is None else key.fingerprint,

@@ -22,6 +22,8 @@ class LoadParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: str | None = None
     is_receiver_lost: bool = False
     """True where the failure is that the decoder's receiver does not answer."""
+    num_cached: int = 0
+    """Counts the first pages that were not sent, because the decoder's vLLM had them in its own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class OpenPush:
     request_id: str
     params: PushParams
     num_tokens: int
+    keys: tuple[bytes, ...] = ()
+    """The names of the prompt's pages, where equal pages need not be sent twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class Load:
     """The first block that is to be filled, counted from the beginning of the prompt. vLLM has those before it."""
     block_ids: tuple[list[int], ...]
     """The blocks' numbers, one list per page group. 0 is vLLM's null block, which nobody reads."""
+    num_cached: int = 0
+    """Counts the first pages of the prompt that were not sent. They lie before `first_block`."""
 
 
 @dataclass(slots=True)
@@ -84,6 +90,8 @@ class StepReport:
 
     granted: Counter[str] = field(default_factory=Counter)
     """Counts, per request, the workers that have pages at the decoder now."""
+    num_cached: dict[str, int] = field(default_factory=dict)
+    """Counts, per request that has its pages, the first of them that need not be sent."""
     failed: dict[str, str] = field(default_factory=dict)
     """The requests whose push has failed, and why."""
     unanswered: set[str] = field(default_factory=set)
@@ -97,6 +105,7 @@ class StepReport:
     def add(self, other: StepReport) -> None:
         """Adds what another worker says."""
         self.granted.update(other.granted)
+        self.num_cached |= other.num_cached
         self.failed = other.failed | self.failed
         self.unanswered |= other.unanswered
         self.is_broken = self.is_broken or other.is_broken

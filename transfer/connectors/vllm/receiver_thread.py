@@ -20,6 +20,7 @@ from transfer.agents.base import TransferAgent, close_agent
 from transfer.connectors.vllm.facts import facts_app
 from transfer.errors import AttemptLost, TransferError
 from transfer.memory.buffer import PagedBuffer
+from transfer.memory.engine_cache import EngineCache
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import Receiver, ReceiverConfig
 
@@ -61,14 +62,21 @@ class ReceiverThread:
         self._thread.start()
         self._do(self._serve(), START_TIMEOUT_S)
 
-    def receive(self, agent: TransferAgent, buffer: PagedBuffer, identity: Identity, config: ReceiverConfig) -> None:
+    def receive(
+        self,
+        agent: TransferAgent,
+        buffer: PagedBuffer,
+        identity: Identity,
+        config: ReceiverConfig,
+        cache: EngineCache | None = None,
+    ) -> None:
         """Opens a receiver. Raises `TransferError` where its parts do not fit together, or its port cannot be had."""
         self._close_agent = lambda: close_agent(agent, buffer)
 
         async def receive() -> None:
             if buffer.pages.is_cuda:  # this thread's own stream: on vLLM's, a look at a tag waits for the whole step
                 torch.cuda.set_stream(torch.cuda.Stream(buffer.pages.device))  # type: ignore[no-untyped-call]
-            receiver = Receiver(agent, buffer, identity, config)
+            receiver = Receiver(agent, buffer, identity, config, cache=cache)
             try:
                 await receiver.start()
             except zmq.ZMQError as error:

@@ -48,6 +48,7 @@ class _Outgoing:
     """The tokens whose KV is sent: all of the prompt but the last, which the decoder computes itself."""
     num_granted: int = 0
     """Counts the workers that have pages."""
+    num_cached: int = 0
     failure: str | None = None
     is_receiver_lost: bool = False
     """True where it has failed because the decoder's receiver does not answer."""
@@ -61,6 +62,8 @@ class _Incoming:
     """A request whose KV is in the PD buffer. `is_settled` once it was loaded or is not needed."""
 
     attempt: str
+    num_cached: int = 0
+    """Counts the blocks at the front that this vLLM had in its cache when the KV was sent."""
     is_settled: bool = False
 
 
@@ -72,12 +75,17 @@ class SchedulerSide:
     windowed groups that are being sent, by request; `_orders`, for the next step; `pool`, which is set once.
     """
 
-    def __init__(self, block_size: int, num_workers: int, groups: Sequence[PageGroup]) -> None:
+    def __init__(
+        self, block_size: int, num_workers: int, groups: Sequence[PageGroup], *, names_pages: bool = False
+    ) -> None:
+        """With `names_pages`, pages are known by vLLM's own block hashes, which hold LoRA, images and salt. There is
+        one page group then, and vLLM hashes its blocks."""
         self.pool: BlockPool | None = None
         """The pool that the blocks are of. vLLM has it after it has made the connector."""
         self._block_size = block_size
         self._num_workers = num_workers
         self._groups = groups
+        self._names_pages = names_pages
         self._held: dict[str, list[int]] = {}
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, _Incoming] = {}
@@ -103,10 +111,11 @@ class SchedulerSide:
             if _RECEIVERS in params:
                 push = msgspec.convert(params, PushParams)
                 self._outgoing[request.request_id] = _Outgoing(push, num_tokens)
-                self._orders.opens.append(OpenPush(request.request_id, push, num_tokens))
+                keys = self._keys(request, push.attempt, num_tokens) if self._names_pages else ()
+                self._orders.opens.append(OpenPush(request.request_id, push, num_tokens, keys))
             else:
                 load = msgspec.convert(params, LoadParams)
-                self._incoming[request.request_id] = _Incoming(load.attempt)
+                self._incoming[request.request_id] = _Incoming(load.attempt, load.num_cached)
         except msgspec.ValidationError as error:
             log.error("request %s: kv_transfer_params are not understood: %s", request.request_id, error)
 
@@ -125,7 +134,9 @@ class SchedulerSide:
         if owner != request.request_id:  # one of several answers to one prompt: the others find its blocks cached
             return (None if owner in self._loading else 0), False
         num_missing = request.num_prompt_tokens - 1 - num_computed
-        return (num_missing, True) if num_missing > 0 else (0, False)
+        if num_missing <= 0 or num_computed < incoming.num_cached * self._block_size:
+            return 0, False  # in the second case vLLM has forgotten meanwhile what was not sent, and computes it again
+        return num_missing, True
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """Notes that the request has blocks, of which those of `num_external` tokens are to be loaded."""
@@ -142,7 +153,8 @@ class SchedulerSide:
         num_tokens = request.num_prompt_tokens - 1
         first, end = (num_tokens - num_external) // self._block_size, -(-num_tokens // self._block_size)
         blocks = tuple(list(ids[first:end]) for ids in block_ids)
-        self._orders.loads.append(Load(request.request_id, incoming.attempt, num_tokens, first, blocks))
+        load = Load(request.request_id, incoming.attempt, num_tokens, first, blocks, incoming.num_cached)
+        self._orders.loads.append(load)
         self._loading[request.request_id] = incoming.attempt
 
     # ── with every step ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,6 +193,7 @@ class SchedulerSide:
         for request_id, count in report.granted.items():
             if (outgoing := self._outgoing.get(request_id)) is not None:
                 outgoing.num_granted += count
+                outgoing.num_cached = report.num_cached.get(request_id, 0)
         for request_id, reason in report.failed.items():
             if (outgoing := self._outgoing.get(request_id)) is not None and outgoing.failure is None:
                 log.warning("request %s: attempt %s failed: %s", request_id, outgoing.params.attempt, reason)
@@ -204,11 +217,20 @@ class SchedulerSide:
         if outgoing.failure is None and (not is_whole or outgoing.num_blocks_sent < num_blocks):
             self._fail(request_id, outgoing, "the prefiller has given the request up")
         params = LoadParams(
-            attempt=outgoing.params.attempt, failure=outgoing.failure, is_receiver_lost=outgoing.is_receiver_lost
+            attempt=outgoing.params.attempt,
+            failure=outgoing.failure,
+            is_receiver_lost=outgoing.is_receiver_lost,
+            num_cached=outgoing.num_cached,
         )
         return True, msgspec.to_builtins(params) if is_whole else None
 
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _keys(self, request: Any, attempt: str, num_tokens: int) -> tuple[bytes, ...]:
+        """Returns the names of the prompt's pages. One that is not full has a name that nothing else has."""
+        hashes = [bytes(one) for one in request.block_hashes[: num_tokens // self._block_size]]
+        num_pages = -(-num_tokens // self._block_size)
+        return (*hashes, *(f"{attempt} {page}".encode() for page in range(len(hashes), num_pages)))
 
     def _fill(self, request_id: str, outgoing: _Outgoing, num_computed: int) -> None:
         """Orders what is complete when `num_computed` tokens are computed and was not before."""

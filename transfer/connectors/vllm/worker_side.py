@@ -202,6 +202,7 @@ class WorkerSide:
             elif not one.was_granted and one.push.granted.done():
                 one.was_granted = True
                 self._report.granted[request_id] += 1
+                self._report.num_cached[request_id] = one.push.num_cached
         if not self._was_broken and self._plane is not None and self._plane.over is not None:
             self._was_broken = self._report.is_broken = True
         report, self._report = self._report, StepReport()
@@ -214,7 +215,7 @@ class WorkerSide:
         try:
             if self._plane is None:
                 raise TransferError("this engine is a decoder: its kv_role has to be kv_producer or kv_both")
-            push = self._plane.open(order.params, num_tokens=order.num_tokens)
+            push = self._plane.open(order.params, num_tokens=order.num_tokens, keys=order.keys)
         except TransferError as error:
             self._report.failed[order.request_id] = str(error)
         self._sending[order.request_id] = _Sending(push)
@@ -266,7 +267,9 @@ class WorkerSide:
             for group, blocks in enumerate(load.block_ids):
                 ordinals = [table.ordinal(group, load.first_block + i) for i in range(len(blocks))]
                 pairs = [
-                    (pages[o], block) for o, block in zip(ordinals, blocks, strict=True) if o is not None and block
+                    (pages[o - load.num_cached], block)
+                    for o, block in zip(ordinals, blocks, strict=True)
+                    if o is not None and block
                 ]
                 if not pairs:
                     continue
