@@ -153,8 +153,8 @@ class Fleet(ProcessGroup):
             words = (f"prefill_port={prefill}", f"decode_port={decode}", f"delay_us={TOKEN_S * 1e6:.0f}")
             self._spawn(name, (engine, *words), f"{urls[name]}/health")
         fleet = [word for name, url in urls.items() for word in (f"--{name.partition('-')[0]}", url)]
-        ports = ("--port", str(port), "--proxy-port", "0")
-        serving = ("--engine", "vllm_nixl", *ports, "--drain-grace-s", "0", *self._size.options)
+        own = ("--port", str(port), "--proxy-port", "0", "--drain-grace-s", "0")
+        serving = ("--engine", "vllm_nixl", *own, *self._size.options)
         url = f"http://127.0.0.1:{port}"
         self._spawn("pdproxy", (sys.executable, "-P", "-m", "pdproxy", "serve", *serving, *fleet), f"{url}/ready")
         await self._supervisor.until_ready(START_TIMEOUT_S)

@@ -78,8 +78,8 @@ class SchedulerSide:
     def __init__(
         self, block_size: int, num_workers: int, groups: Sequence[PageGroup], *, names_pages: bool = False
     ) -> None:
-        """With `names_pages`, pages are known by vLLM's own block hashes, which hold LoRA, images and salt. There is
-        one page group then, and vLLM hashes its blocks."""
+        """Takes `names_pages`, True where pages are known by vLLM's own block hashes, which hold LoRA, images and salt.
+        There is one page group then, and vLLM hashes its blocks."""
         self.pool: BlockPool | None = None
         """The pool that the blocks are of. vLLM has it after it has made the connector."""
         self._block_size = block_size
