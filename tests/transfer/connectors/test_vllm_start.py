@@ -17,6 +17,7 @@ from transfer.connectors.vllm.kv_caches import KvCaches
 from transfer.connectors.vllm.receiver_thread import ReceiverThread
 from transfer.errors import TransferError
 from transfer.memory.buffer import PagedBuffer
+from transfer.memory.views import layer_views
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import ReceiverConfig
 
@@ -42,10 +43,17 @@ def kv_caches(
 
 def test_quantized_kv_is_told_by_what_its_bytes_mean() -> None:
     """vLLM keeps all of these as uint8."""
-    names = {kv_caches(kind, torch.uint8).layout.kv.dtype for kind in ("fp8", "fp8_e4m3", "fp8_e5m2")}
-    assert len(names) == 2
-    plain = {kv_caches(kind, torch.bfloat16).layout.kv.dtype for kind in ("auto", "bfloat16")}
-    assert plain == {"bfloat16"}
+    quantized = [kv_caches(kind, torch.uint8).packed("CPU") for kind in ("fp8", "fp8_e4m3", "fp8_e5m2")]
+    assert len({layout.kv.describe() for layout in quantized}) == 2
+    plain = {kv_caches(kind, torch.bfloat16).packed("CPU").kv.describe() for kind in ("auto", "bfloat16")}
+    assert len(plain) == 1
+
+
+def test_a_buffer_of_quantized_kv_is_seen_as_vllm_sees_it() -> None:
+    layout = kv_caches("fp8", torch.uint8).packed("CPU")
+    (views,) = layer_views(PagedBuffer(2, layout.page_bytes).pages, layout)
+    assert views is not None
+    assert views.keys.shape == (2, 2, 16, 256)
 
 
 @pytest.mark.parametrize(

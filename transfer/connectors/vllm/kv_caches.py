@@ -60,12 +60,13 @@ class KvCaches:
         if len(dtypes) != 1:
             raise TransferError(f"vLLM's KV caches have several dtypes: {sorted(map(str, dtypes))}")
         dtype: torch.dtype = dtypes.pop()
+        self._content = _content(dtype, getattr(vllm_config.cache_config, "cache_dtype", "auto"))
         try:
             kv = KvLayout(
                 tuple(layers),
                 block_sizes.pop(),
                 dtype.itemsize,
-                _dtype_name(dtype, getattr(vllm_config.cache_config, "cache_dtype", "auto")),
+                str(dtype).removeprefix("torch."),
                 grouping=tuple(grouping),
             )
             self.layout = kv.of_rank(size, rank)
@@ -74,7 +75,8 @@ class KvCaches:
 
     def packed(self, packing: str) -> RankLayout:
         """Returns the layout of blocks whose bytes are in this order."""
-        return replace(self.layout.kv, packing=packing).of_rank(self.layout.rank.size, self.layout.rank.index)
+        kv = replace(self.layout.kv, packing=f"{packing} {self._content}".strip())
+        return kv.of_rank(self.layout.rank.size, self.layout.rank.index)
 
 
 def packing_of(vllm_config: Any, layer_names: list[str], device: torch.device) -> str:
@@ -89,12 +91,12 @@ def packing_of(vllm_config: Any, layer_names: list[str], device: torch.device) -
     return "+".join(parts)
 
 
-def _dtype_name(dtype: torch.dtype, kv_cache_dtype: str) -> str:
-    """Returns a name for what an element means. vLLM keeps several kinds of quantized KV as plain bytes."""
-    name = str(dtype).removeprefix("torch.")
+def _content(dtype: torch.dtype, kv_cache_dtype: str) -> str:
+    """Returns a name for what an element means where its dtype does not say it: vLLM keeps several kinds of quantized
+    KV as plain bytes."""
     if dtype.is_floating_point and dtype.itemsize > 1:
-        return name
-    return f"{name} {'fp8_e4m3' if kv_cache_dtype == 'fp8' else kv_cache_dtype}"
+        return ""
+    return "fp8_e4m3" if kv_cache_dtype == "fp8" else kv_cache_dtype
 
 
 def _backend(layer: Any) -> str:
