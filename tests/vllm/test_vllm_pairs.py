@@ -49,7 +49,7 @@ async def test_all_four_pairs_are_used_and_all_answers_are_right(using: Fleet, s
 async def test_an_engine_that_dies_is_replaced_by_its_like(using: Fleet, role: str, say: Callable[[str], None]) -> None:
     """Before the first byte. Whichever of the two the leg has come to is killed under it; the other one is asked."""
     async with AsyncExitStack() as stack:
-        alive = {name: engine for name, engine in using.engines.items() if engine.is_running and name != "single"}
+        alive = {name: using[name] for name in ENGINES if using[name].is_running and name != "single"}
         relays = {name: await stack.enter_async_context(relayed(engine.port)) for name, engine in alive.items()}
         urls = [[relay.url for name, relay in relays.items() if name.startswith(r)] for r in ("prefill", "decode")]
         proxy = await stack.enter_async_context(serving(using, *urls))
