@@ -91,7 +91,7 @@ def _run(kind: str, model: Path, python: Path, folder: Path, seed: int) -> dict[
     command = [sys.executable, "-m", "pdproxy", "up", "--engine", kind, "--model", model, "--python", python]
     command += ["--device", "cpu", "--dtype", "float32", "--chunk-size", "32", "--engine-args", ENGINE_ARGS]
     command += ["--pd-buffer-size", "64MiB"] if kind == OURS else []
-    command += ["--timeout-s", str(START_TIMEOUT_S), "--work-dir", folder / "work", "--once", "--"]
+    command += ["--timeout", str(START_TIMEOUT_S), "--work-dir", folder / "work", "--once", "--"]
     command += [sys.executable, "-m", "scripts.dev.bench_vllm_transfer.measure", file, str(seed)]
     environ = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as output:

@@ -1,7 +1,8 @@
 """The blocks that a decoder's vLLM has in its prefix cache, as its receiver sees them. What is there need not be sent.
 
-vLLM keeps its table of blocks in the process of the scheduler, which is also the worker's where there is one rank; with
-several, nothing is looked up. Blocks are looked up and not pinned: the scheduler may be asleep, and the table is its
+vLLM keeps its table of blocks in the process of the scheduler. Where the worker is in the same one, as with one rank on
+a GPU, blocks are looked up there; with several ranks, and on a CPU, the worker has a process of its own, and nothing
+counts as cached. Blocks are looked up and not pinned: the scheduler may be asleep, and the table is its
 own. So a block may be gone when its request is scheduled. The scheduler's half sees that then, and the prompt is
 computed again: slower, and never wrong.
 """
