@@ -420,6 +420,19 @@ class PageGroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     state_pages: int = 0
 
 
+class CancelBody(msgspec.Struct):
+    """`CancelBody` is the body of ``POST /kv_transfer/cancel``."""
+
+    attempt: Name
+
+
+class SenderEndedBody(msgspec.Struct):
+    """`SenderEndedBody` is the body of ``POST /kv_transfer/sender_ended``. It says that the prefiller's process with
+    this epoch (of its ``/kv_buffer``) is dead."""
+
+    epoch: Name
+
+
 class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     """`BufferFacts` is the answer to ``GET /kv_buffer`` of a built-in engine. Pages are per rank; a prefiller has no PD
     buffer and reports 0 pages.

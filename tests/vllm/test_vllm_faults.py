@@ -11,7 +11,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import pytest
@@ -121,7 +121,13 @@ async def test_a_prefiller_that_keeps_no_kv(using: Fleet, say: Callable[[str], N
 # ── clients that leave ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def leave(two: Pair, request: dict[str, Any], stop: Stop) -> None:
+class Asked(Protocol):
+    """Engines behind a proxy, of whichever kind."""
+
+    async def post(self, request: dict[str, Any], /) -> httpx.Response: ...
+
+
+async def leave(two: Asked, request: dict[str, Any], stop: Stop) -> None:
     """The client goes when its leg has come to the stop; only then may that go on, if it is still wanted."""
     task = asyncio.create_task(two.post(request))
     await reached(stop)

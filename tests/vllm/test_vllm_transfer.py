@@ -18,9 +18,9 @@ from tests.vllm.chats import CHATS, body_of, post
 from tests.vllm.engines import BLOCK_SIZE, MODEL, Engine, Fleet
 from tests.vllm.proxy import Proxy, serving_ours
 from tests.vllm.questions import Question, ask_all, client_of, ids, words
-from tests.vllm.relay import Relay, Stop, relayed
+from tests.vllm.relay import Relay, relayed
 from tests.vllm.test_vllm_answers import AT_ONCE, SEED, everything
-from tests.vllm.test_vllm_faults import body, error_of, reached, shown
+from tests.vllm.test_vllm_faults import body, error_of, leave, reached, shown
 
 ENGINES = ("single", "sender", "receiver")
 ALL_ENGINES = ENGINES
@@ -123,16 +123,6 @@ async def test_an_answer_that_ends_with_its_first_token_and_one_of_a_single_toke
         await two.all_is_free()
 
 
-async def leave(two: Pair, request: dict[str, Any], stop: Stop) -> None:
-    """The client goes when its leg has come to the stop; only then may that go on."""
-    task = asyncio.create_task(two.post(request))
-    await reached(stop)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await asyncio.wait_for(stop.closed.wait(), AT_ONCE_S)
-    stop.go.set()
-
-
 async def test_clients_that_leave_in_each_phase(using: Fleet) -> None:
     """Also after the prefiller's reply, where blocks of vLLM's own connector stay for a lease."""
     async with pair(using) as two:
@@ -194,8 +184,8 @@ async def test_an_engine_that_is_killed_under_a_request(fleet: Fleet, name: str,
         await two.all_is_free()
 
 
-async def test_what_does_not_fit_together_is_refused_by_name(using: Fleet) -> None:
-    """Answered to the proxy, by the prefiller: the decoder's pages are larger than any that this prompt may have."""
+async def test_the_longest_prompt_is_served_and_a_receiver_that_is_not_there_is_told(using: Fleet) -> None:
+    """The latter to the proxy, by the prefiller's answer."""
     async with pair(using) as two:
         facts = await two.receiver.buffer()
         too_long = body("x", prompt=ids(random.Random(1), 1900), max_tokens=2)

@@ -26,7 +26,7 @@ from transfer.engine.generation import GenerationEndpoint
 from transfer.engine.prompts import ConversationBody, Prompt, PromptEncoder, conversation_of
 from transfer.errors import TransferError
 from transfer.memory_budget import MemoryBudget
-from transfer.wire import Name
+from transfer.wire import CancelBody, SenderEndedBody
 
 T = TypeVar("T")
 
@@ -43,19 +43,6 @@ class TokenizeBody(ConversationBody, kw_only=True):
     endpoint reads it."""
 
     prompt: str | None = None
-
-
-class CancelBody(msgspec.Struct):
-    """`CancelBody` is the body of ``POST /kv_transfer/cancel``."""
-
-    attempt: Name
-
-
-class SenderEndedBody(msgspec.Struct):
-    """`SenderEndedBody` is the body of ``POST /kv_transfer/sender_ended``. It says that the prefiller's process with
-    this epoch (of its ``/kv_buffer``) is dead."""
-
-    epoch: Name
 
 
 class EngineServer(uvicorn.Server):

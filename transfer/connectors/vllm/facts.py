@@ -7,24 +7,11 @@ from typing import Protocol, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from transfer.wire import BufferFacts, Name
+from transfer.wire import BufferFacts, CancelBody, SenderEndedBody
 
 MAX_BODY_BYTES = 1 << 16
 """The most bytes of a body. Each names one attempt or one process."""
 T = TypeVar("T")
-
-
-class CancelBody(msgspec.Struct):
-    """`CancelBody` is the body of ``POST /kv_transfer/cancel``."""
-
-    attempt: Name
-
-
-class SenderEndedBody(msgspec.Struct):
-    """`SenderEndedBody` is the body of ``POST /kv_transfer/sender_ended``. It says that the prefiller's process with
-    this epoch (of its ``/kv_buffer``) is dead."""
-
-    epoch: Name
 
 
 class Informant(Protocol):

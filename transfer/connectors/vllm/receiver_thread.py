@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -209,11 +210,6 @@ class ReceiverThread:
 class _Server(uvicorn.Server):
     """A server that leaves the process's signals alone: they are vLLM's."""
 
-    def install_signal_handlers(self) -> None:
-        """Does nothing."""
-
     def capture_signals(self) -> Any:
         """Captures none."""
-        from contextlib import nullcontext
-
         return nullcontext()
