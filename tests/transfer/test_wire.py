@@ -198,6 +198,7 @@ def test_an_endpoint_is_an_address() -> None:
 WRITTEN = wire.WrittenPages(pages=[(0, 1)], tag=b"t", num_senders=1)
 RESUME = wire.ResumeParams(prompt_token_ids=[1, 2], num_answer_tokens=1)
 GROUP = wire.PageGroupFacts(kind="full", num_layers=2)
+CALLS = wire.CancelBody(attempt="a"), wire.SenderEndedBody(epoch="e")
 RANGES = {
     (0, 2**53),  # a count, exact in any language's numbers
     (0, 1_000_000_000),  # seconds
@@ -245,7 +246,7 @@ def structs_of(value: object) -> Iterator[msgspec.Struct]:
 
 SAMPLES: dict[str, msgspec.Struct] = {
     type(one).__name__: one
-    for message in (*FROM_SENDER, *FROM_RECEIVER, *SIGNALS, PARAMS, HANDOFF, FACTS, WRITTEN, RESUME, GROUP)
+    for message in (*FROM_SENDER, *FROM_RECEIVER, *SIGNALS, PARAMS, HANDOFF, FACTS, WRITTEN, RESUME, GROUP, *CALLS)
     for one in structs_of(message)
 }
 

@@ -36,9 +36,9 @@ def fleet(
     others are frozen meanwhile."""
     needed = {name for item in request.session.items for name in getattr(item.module, "ALL_ENGINES", ())}
     folder = tmp_path_factory.mktemp("vllm")
-    # vLLM leaves its processes' sockets behind, in a folder whose path must be short.
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="vllm-") as sockets:
-        patch.setenv("VLLM_RPC_BASE_PATH", sockets)
+    # vLLM leaves its processes' sockets and meeting points behind, in a folder whose path must be short.
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="vllm-") as leavings:
+        patch.setenv("TMPDIR", leavings)
         fleet = Fleet(Path(os.environ[PYTHON_VARIABLE]), make_model(folder / "model"), folder, say)
         try:
             fleet.use(*needed)

@@ -94,6 +94,7 @@ def _run(kind: str, model: Path, python: Path, folder: Path, seed: int) -> dict[
     command += ["--timeout", str(START_TIMEOUT_S), "--work-dir", folder / "work", "--once", "--"]
     command += [sys.executable, "-m", "scripts.dev.bench_vllm_transfer.measure", file, str(seed)]
     environ = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environ["TMPDIR"] = str(folder)  # vLLM leaves its sockets and meeting points there
     with log.open("wb") as output:
         status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environ, check=False).returncode
     if status or not file.is_file():
