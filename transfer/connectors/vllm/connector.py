@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import socket
 import uuid
@@ -15,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
-from transfer.connectors.vllm.block_cache import BlockCache, publish
+from transfer.connectors.vllm.block_cache import BlockAnswers, BlockCache, is_published, publish
 from transfer.connectors.vllm.compat import check_version, transfer_results
 from transfer.connectors.vllm.kv_caches import KvCaches, packing_of
 from transfer.connectors.vllm.messages import StepOrders, StepReport
@@ -50,6 +53,8 @@ from transfer.roles.receiver import Receiver
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
+
 _IGNORED_IN_CONFIG = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """The members of a model's config that equal weights may have with unlike values."""
 
@@ -66,6 +71,13 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         self.report.add(other.report)
         return self
+
+
+@dataclass
+class _Meeting(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Where rank 0's receiver waits for the scheduler's half."""
+
+    path: str
 
 
 class _Pool:
@@ -98,6 +110,8 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._plane: DataPlane | None = None
         self._thread: ReceiverThread | None = None
         self._rank_thread: RankThread | None = None
+        self._blocks: BlockCache | None = None
+        self._answers: BlockAnswers | None = None
         self._orders = StepOrders()
         self._epoch = uuid.uuid4().hex
         parallel = vllm_config.parallel_config
@@ -109,6 +123,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 parallel.tensor_parallel_size,
                 layout.kv.groups,
                 names_pages=self._names_pages(kv_cache_config, layout.chunk_size),
+                names=self._names,
             )
 
     # ── in the worker ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,18 +193,34 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Returns True where layers are sent while vLLM computes, which it tells of between the pieces of a graph."""
         return ConnectorSettings.read(extra_config).layer_by_layer
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Returns where the scheduler's half is to come, where that is in another process."""
+        if self._blocks is None or is_published(self._kv_transfer_config.engine_id):
+            return None
+        return _Meeting(self._blocks.listen())
+
     def shutdown(self) -> None:
         if self._plane is not None:
             self._plane.close()
         for thread in (self._rank_thread, self._thread):
             if thread is not None:
                 thread.close()
+        for end in (self._blocks, self._answers):
+            if end is not None:
+                end.close()
 
     # ── in the scheduler ────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduling.pool = _Pool(gpu_block_pool)
         publish(self._kv_transfer_config.engine_id, gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        for meeting in metadata.values():
+            try:
+                self._answers = BlockAnswers(self._kv_transfer_config.engine_id, meeting.path)
+            except OSError as error:
+                log.warning("rank 0's receiver cannot be told what is cached (%s): all KV will be sent", error)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduling.add(request)
@@ -237,6 +268,11 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         hash_size = kv_cache_config.hash_block_size or block_size
         return has_hashes and hash_size == block_size and len(kv_cache_config.kv_cache_groups) == 1
 
+    def _names(self) -> str:
+        """Returns a fingerprint of how this vLLM names blocks: by a hash that begins with a value of its own."""
+        first = f"{self._vllm_config.cache_config.prefix_caching_hash_algo} ".encode() + kv_cache_utils.NONE_HASH
+        return hashlib.sha256(first).hexdigest()[:16]
+
     def _open_inbox(self, ranks: Any, identity: Identity, device: torch.device) -> tuple[Inbox, PagedBuffer]:
         """Opens this rank's part of the PD buffer. On rank 0 it is over when all ranks have joined."""
         rank, size, others = ranks.rank_in_group, ranks.world_size, None
@@ -258,8 +294,8 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             listener, path = listen_privately(socket.SOCK_STREAM, size)
             others = OtherRanks(listener, path, size)
             ranks.broadcast_object(path, src=0)
-        cache = BlockCache(self._kv_transfer_config.engine_id)
-        self._thread.receive(agent, buffer, identity, self._settings.receiver, cache, others)
+        self._blocks = BlockCache(self._kv_transfer_config.engine_id)
+        self._thread.receive(agent, buffer, identity, self._settings.receiver, self._blocks, others)
         return self._thread, buffer
 
     def _is_well(self) -> bool:
