@@ -131,7 +131,10 @@ class MiniVllm:
             self._open_inboxes(make_agent)
         for rank in self.ranks:
             rank.open(self.names, receives=not sends)
-        self.scheduler = SchedulerSide(TOKENS, num_ranks, kv.groups, names_pages=kv is PLAIN)
+        self.block_names = "named alike"
+        self.scheduler = SchedulerSide(
+            TOKENS, num_ranks, kv.groups, names_pages=kv is PLAIN, names=lambda: self.block_names
+        )
         self.scheduler.pool = self
         self._num_told: Counter[tuple[str, str]] = Counter()
         self._failed: set[str] = set()

@@ -365,6 +365,25 @@ def test_what_the_decoder_has_is_not_sent_again() -> None:
         world.check_all_free()
 
 
+def test_unlike_names_for_blocks_are_told_once_with_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    with new_world(PLAIN) as world:
+
+        def transfer() -> None:
+            prefilled = world.prefill(world.prompt(10))
+            world.until_ready(prefilled)
+            decoded = world.decode(prefilled)
+            until(lambda: decoded.state == "over", world.step, "no answer")
+            assert decoded.wrong == []
+
+        transfer()
+        assert "PYTHONHASHSEED" not in caplog.text
+        world.decoder.block_names = "named otherwise"
+        transfer()
+        transfer()
+        assert caplog.text.count("PYTHONHASHSEED") == 1
+        assert "named alike, and named otherwise here" in caplog.text
+
+
 def test_what_the_decoder_has_forgotten_meanwhile_is_computed_again() -> None:
     with new_world(PLAIN) as world:
         prompt = world.prompt(26)
