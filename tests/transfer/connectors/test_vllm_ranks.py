@@ -79,7 +79,8 @@ def test_every_rank_of_the_decoder_has_every_token_but_the_last(kv: KvLayout, nu
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_load_that_fails_on_one_rank_is_a_failed_load_for_all(rank: int) -> None:
-    with new_world(num_ranks=(1, 2)) as world:
+    """And nobody else is given those pages for what they should hold."""
+    with new_world(PLAIN, num_ranks=(1, 2)) as world:
         prefilled = world.prefill(world.prompt(10))
         world.until_ready(prefilled)
         world.decoder.ranks[rank].buffer.tags.fill_(7)  # as if another attempt had written there
@@ -90,7 +91,9 @@ def test_a_load_that_fails_on_one_rank_is_a_failed_load_for_all(rank: int) -> No
         assert world.decoder.inbox is not None
         assert world.decoder.inbox._takes is not None
         assert world.decoder.inbox._takes.num_wrong_tags + world.decoder.receiver.num_wrong_tags == 1
-        assert transfer(world, world.prompt(10)).wrong == []
+        again = transfer(world, prefilled.prompt)
+        assert again.wrong == []
+        assert not again.failed_load
 
 
 def test_a_rank_that_hears_nothing_of_rank_0_fails_its_load_and_nobody_waits_for_it(
@@ -168,7 +171,9 @@ def test_a_cancel_half_way_keeps_the_pages_until_no_rank_can_be_written(num_rank
         assert transfer(world, world.prompt(10)).wrong == []
 
 
-def test_a_rank_whose_process_is_gone_is_waited_for_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_process_is_gone_is_waited_for_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The engine's end is vLLM's to make; until then it says that it is not well."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     layout = HYBRID.of_rank(2, 0)
@@ -206,6 +211,7 @@ def test_a_rank_whose_process_is_gone_is_waited_for_by_nobody(tmp_path: Path, mo
         waiting.join(AT_ONCE_S)
         assert "rank 1 of this engine is gone" in str(failed[0])
         assert not thread.is_healthy()
+        assert "rank 1 of this engine is gone: nothing can be received any more" in caplog.text
         with pytest.raises(AttemptLost, match="rank 1 of this engine is gone"):
             thread.take("an attempt", 9)
     finally:
@@ -214,7 +220,7 @@ def test_a_rank_whose_process_is_gone_is_waited_for_by_nobody(tmp_path: Path, mo
         thread.close()
 
 
-def test_a_rank_that_is_gone_reads_nothing_any_more_and_its_pages_come_back() -> None:
+def test_a_rank_that_is_gone_reads_nothing_any_more_and_its_pages_come_back(caplog: pytest.LogCaptureFixture) -> None:
     with new_world(num_ranks=(1, 2)) as world:
         prefilled = world.prefill(world.prompt(10))
         world.until_ready(prefilled)
@@ -228,6 +234,7 @@ def test_a_rank_that_is_gone_reads_nothing_any_more_and_its_pages_come_back() ->
         assert world.holding(prefilled) is Holding.TAKEN
         second.close()
         until(lambda: world.holding(prefilled) is None, lambda: None, "its pages are held")
+    assert "ERROR" not in caplog.text, "vLLM has ended it"
 
 
 def test_a_rank_whose_rank_0_is_gone_fails_its_loads_at_once() -> None:

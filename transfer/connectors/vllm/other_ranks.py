@@ -15,6 +15,7 @@ from transfer.connectors.vllm.rank_messages import (
     AskToTake,
     Delivered,
     Joined,
+    Leaving,
     TakeEnded,
     Taken,
     WaitDelivered,
@@ -85,7 +86,7 @@ class OtherRanks:
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank = None
+        rank, is_expected = None, False
         try:
             while (message := await read_message(reader, from_rank)) is not None:
                 match message:
@@ -93,6 +94,8 @@ class OtherRanks:
                         rank = self._join(message, writer)
                     case _ if rank is None:
                         break
+                    case Leaving():
+                        is_expected = True
                     case AskToTake():
                         write_message(writer, self._take(rank, message))
                     case TakeEnded():
@@ -102,7 +105,7 @@ class OtherRanks:
                         if future is not None and not future.done():
                             future.set_result(None)
         finally:
-            self._left(rank)
+            self._left(rank, is_expected=is_expected)
             writer.close()
 
     def _join(self, message: Joined, writer: asyncio.StreamWriter) -> int:
@@ -126,14 +129,14 @@ class OtherRanks:
         except TransferError as error:
             log.warning("attempt %s was lost while rank %d read it: %s", message.attempt, rank, error)
 
-    def _left(self, rank: int | None) -> None:
+    def _left(self, rank: int | None, *, is_expected: bool) -> None:
         """Notes that a connection is over, and with it a process."""
         if self._all_joined is not None and not self._all_joined.done():
             self._all_joined.set_exception(TransferError("another rank of this engine ended before it had joined"))
         if rank is None or self._is_closed:
             return
         self.lost = self.lost or TransferError(f"rank {rank} of this engine is gone")
-        log.error("%s: nothing can be received any more", self.lost)
+        log.log(logging.INFO if is_expected else logging.ERROR, "%s: nothing can be received any more", self.lost)
         del self._writers[rank]
         for key in [key for key in self._waiting if key[0] == rank]:
             future = self._waiting.pop(key)

@@ -37,6 +37,10 @@ class Delivered(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """`Leaving` is a rank's last word: vLLM ends it, and nothing has failed."""
+
+
 class Taken(msgspec.Struct, frozen=True, tag=True):
     """`Taken` answers `AskToTake`: these pages, or `error`, for which nobody can have them."""
 
@@ -51,7 +55,7 @@ class WaitDelivered(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-FromRank: TypeAlias = Joined | AskToTake | TakeEnded | Delivered
+FromRank: TypeAlias = Joined | AskToTake | TakeEnded | Delivered | Leaving
 FromRankZero: TypeAlias = Taken | WaitDelivered
 from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 from_rank_zero: msgspec.msgpack.Decoder[FromRankZero] = msgspec.msgpack.Decoder(FromRankZero)

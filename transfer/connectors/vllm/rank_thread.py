@@ -15,6 +15,7 @@ from transfer.connectors.vllm.rank_messages import (
     Delivered,
     FromRank,
     Joined,
+    Leaving,
     TakeEnded,
     Taken,
     WaitDelivered,
@@ -189,4 +190,5 @@ class RankThread(LoopThread):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._writer is not None:
+            self._send(Leaving())
             self._writer.close()
