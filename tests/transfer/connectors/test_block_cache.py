@@ -16,7 +16,7 @@ import pytest
 from transfer.connectors.vllm import block_cache
 from transfer.connectors.vllm.block_cache import BlockAnswers, BlockCache, publish
 
-KEYS = [b"%032d" % at for at in range(4000)]
+KEYS = [b"%032d" % at for at in range(9000)]
 SCHEDULER = """
 import sys
 from transfer.connectors.vllm.block_cache import BlockAnswers, publish
@@ -71,7 +71,7 @@ def start(cache: BlockCache) -> Iterator[Any]:
         one.child.communicate()
 
 
-@pytest.mark.parametrize("num_cached", [0, 1, 1024, 1025, 3000, 5000])
+@pytest.mark.parametrize("num_cached", [0, 1, 4096, 4097, 8000, 9500])
 def test_blocks_in_another_process_are_found_by_their_names(cache: BlockCache, start: Any, num_cached: int) -> None:
     start(num_cached)
     assert cache.pin("an attempt", KEYS) == min(num_cached, len(KEYS))
@@ -105,6 +105,7 @@ def test_a_scheduler_that_stands_still_costs_one_short_wait_and_late_answers_are
     assert cache.pin("first", KEYS) == 7
     monkeypatch.setattr(block_cache, "DEADLINE_S", 0.05)
     os.kill(scheduler.child.pid, signal.SIGSTOP)
+    os.waitpid(scheduler.child.pid, os.WUNTRACED)  # until it stands
     for _ in range(20):
         began = time.monotonic()
         assert cache.pin("while it stands", KEYS) == 0

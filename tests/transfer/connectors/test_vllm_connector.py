@@ -401,7 +401,7 @@ def test_what_the_decoder_has_forgotten_meanwhile_is_computed_again() -> None:
 
 @pytest.mark.parametrize(
     ("seed", "num_ranks"),
-    [*((seed, (1, 1)) for seed in range(SEED, SEED + 6)), (SEED, (1, 2)), (SEED, (2, 1)), (SEED, (2, 2))],
+    [*((seed, (1, 1)) for seed in range(SEED, SEED + 6)), (SEED, (1, 2)), (SEED, (2, 2))],
 )
 def test_whatever_happens_in_whatever_order_nothing_is_wrong_and_nothing_is_lost(
     seed: int, num_ranks: tuple[int, int]

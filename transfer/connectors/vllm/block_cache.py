@@ -27,7 +27,7 @@ DEADLINE_S = 0.02
 meanwhile."""
 PAUSE_S = 1.0
 """The seconds without a question behind one that was not answered in time."""
-KEYS_AT_ONCE = 1024
+KEYS_AT_ONCE = 4096
 """The most names in one message. Of a prompt with more the next ones are asked for where all of these are there."""
 MAX_MESSAGE_BYTES = 1 << 20
 
