@@ -136,6 +136,15 @@ def test_a_scheduler_whose_receiver_is_gone_ends_its_thread(cache: BlockCache) -
     answers.close()
 
 
+def test_a_scheduler_that_closes_waits_for_nobody(cache: BlockCache) -> None:
+    answers = BlockAnswers("engine", cache.listen())
+    began = time.monotonic()
+    answers.close()
+    assert time.monotonic() - began < 2
+    assert not answers._thread.is_alive()
+    assert cache.pin("an attempt", KEYS) == 0
+
+
 def test_a_scheduler_in_the_same_process_is_asked_without_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pool:
         def get_cached_block(self, key: bytes, groups: list[int]) -> object:

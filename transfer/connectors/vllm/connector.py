@@ -75,7 +75,7 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class _Meeting(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Where rank 0's receiver waits for the scheduler's half."""
+    """A `_Meeting` is where rank 0's receiver waits for the scheduler's half."""
 
     path: str
 

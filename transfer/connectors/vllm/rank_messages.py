@@ -1,4 +1,4 @@
-"""What the ranks of a decoder's vLLM tell each other beside vLLM's steps: each of the others speaks with rank 0."""
+"""Messages between the ranks of a decoder's vLLM, beside vLLM's own steps: each of the others speaks with rank 0."""
 
 from __future__ import annotations
 
