@@ -13,7 +13,7 @@ from tests.vllm.engines import BLOCK_SIZE, Engine, Fleet
 from tests.vllm.proxy import serving_ours
 from tests.vllm.questions import Question, ask_all, client_of, ids
 
-PAIRS = (("sender", "receiver-2"), ("sender-2", "receiver"), ("sender-2", "receiver-2"))
+PAIRS = (("sender", "receiver-2"), ("sender-2", "receiver"))
 ENGINES = ("single",)
 ALL_ENGINES = ENGINES
 SEED = int(os.environ.get("PDPROXY_TEST_SEED", "5"))
@@ -27,7 +27,7 @@ def all_questions(dice: random.Random) -> list[Question]:
     return [Question(ids(dice, length), max_tokens=12) for length in lengths if length > 0]
 
 
-@pytest.mark.parametrize("names", PAIRS, ids=["1 to 2", "2 to 1", "2 to 2"])
+@pytest.mark.parametrize("names", PAIRS, ids=["1 to 2", "2 to 1"])
 async def test_every_answer_equals_a_single_engines(
     using: Fleet, names: tuple[str, str], say: Callable[[str], None]
 ) -> None:
