@@ -10,6 +10,7 @@ import socket
 import sys
 import tomllib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,18 @@ class TestVllmTransfer:
         ]
         read = [ConnectorSettings.read(extra).layer_by_layer for extra in extras]
         assert read == [True, True, False, False]
+
+    def test_blocks_have_the_same_names_everywhere(self) -> None:
+        """vLLM sees to that itself, but for hashes that are safe only while nobody knows their seed."""
+        assert all("PYTHONHASHSEED" not in engine.program.env for engine in plan("vllm_transfer").engines)
+        xxhash = ("--prefix-caching-hash-algo", "xxhash")
+        (seed,) = {engine.program.env["PYTHONHASHSEED"] for engine in plan("vllm_transfer", engine_args=xxhash).engines}
+        assert seed.isdecimal()
+        machine = replace(MACHINE, environ={"PYTHONHASHSEED": "3"})
+        engines = plan("vllm_transfer", machine, engine_args=xxhash).engines
+        assert {engine.program.env["PYTHONHASHSEED"] for engine in engines} == {"3"}
+        assert "PYTHONHASHSEED is vLLM's own for" in fault("vllm_transfer", decode=Side(env={"PYTHONHASHSEED": "5"}))
+        assert "--prefix-caching-hash-algo is" in fault("vllm_transfer", decode=Side(args=xxhash))
 
 
 class TestLMCache:

@@ -76,8 +76,8 @@ class Engine(Program):
     model: Path
     connector: dict[str, object] | None
     """Its ``--kv-transfer-config``."""
-    core: int
-    """To which its worker is bound, so that what spins does not push the others about."""
+    cores: list[int]
+    """To which its worker is bound, so that what spins does not push the others about; one for each rank."""
     ports: tuple[int, int] = field(default_factory=lambda: _two_ports())
     """HTTP, and NIXL's side channel or the port of our own connector; the same ones at each start."""
 
@@ -95,6 +95,7 @@ class Engine(Program):
         command += ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"]
         command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
         command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32"]
+        command += ["--tensor-parallel-size", str(len(self.cores))]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         # A random model would write white space for ever where JSON allows it.
         outputs = {"backend": "xgrammar", "disable_any_whitespace": True}
@@ -113,7 +114,7 @@ class Engine(Program):
     def environment(self) -> dict[str, str]:
         return {
             "PYTHONPATH": str(Path(__file__).parents[2]),
-            "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, self.cores)),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports[1]),
@@ -173,7 +174,8 @@ class Engine(Program):
 class Fleet:
     """One engine that does both halves, two prefillers, and two decoders with different minds about KV that cannot be
     had: ``decode-0`` fails the request, ``decode-1`` reads the prompt itself. ``sender`` and ``receiver`` have our own
-    connector; the latter fails requests, so that none is right only because its prompt was read again."""
+    connector; the latter fails requests, so that none is right only because its prompt was read again. ``sender-2`` and
+    ``receiver-2`` are the same with two tensor-parallel ranks each."""
 
     def __init__(self, python: Path, model: Path, folder: Path, say: Callable[[str], None]) -> None:
         connectors: dict[str, dict[str, object] | None] = {
@@ -184,13 +186,17 @@ class Fleet:
             "decode-1": _connector("kv_consumer", kv_load_failure_policy="recompute"),
             "sender": _our_connector("kv_producer"),
             "receiver": _our_connector("kv_consumer", kv_load_failure_policy="fail"),
+            "sender-2": _our_connector("kv_producer"),
+            "receiver-2": _our_connector("kv_consumer", kv_load_failure_policy="fail"),
         }
         self.model = model
         self.folder = folder
         self.say = say
         cores = sorted(os.sched_getaffinity(0))
         self.engines = {
-            name: Engine(name, folder, python, model, connectors[name], cores[i % len(cores)])
+            name: Engine(
+                name, folder, python, model, connectors[name], _some(cores, i, 2 if name.endswith("-2") else 1)
+            )
             for i, name in enumerate(connectors)
         }
 
@@ -265,6 +271,10 @@ def _our_connector(role: str, **options: object) -> dict[str, object]:
     module = "transfer.connectors.vllm"
     connector: dict[str, object] = {"kv_connector": OURS, "kv_connector_module_path": module, "kv_role": role}
     return connector | {"kv_connector_extra_config": extra} | options
+
+
+def _some(cores: list[int], first: int, count: int) -> list[int]:
+    return [cores[i % len(cores)] for i in range(first, first + count)]
 
 
 def _two_ports() -> tuple[int, int]:

@@ -13,6 +13,7 @@ from pdproxy.launch.options import FleetOptions, authority
 from pdproxy.launch.preflight import Buffer, PortUse
 from pdproxy.launch.process import Program
 
+HASH_SEED = "PYTHONHASHSEED"
 HOST_OWNED = {
     "--host": "choose it with --host (in a file: url)",
     "--port": "choose it with --prefill-port, --decode-port (in a file: url)",

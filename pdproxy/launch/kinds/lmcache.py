@@ -9,7 +9,7 @@ from pdproxy.config.values import Role
 from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.flags import flag
 from pdproxy.launch.kinds import vllm
-from pdproxy.launch.kinds.base import EnginePlan, Seat, Trait, ports_of, same_args, table
+from pdproxy.launch.kinds.base import HASH_SEED, EnginePlan, Seat, Trait, ports_of, same_args, table
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import FleetOptions
 from pdproxy.launch.preflight import Buffer, PortUse
@@ -18,7 +18,6 @@ from transfer.geometry import parse_size
 
 CHUNK_SIZE = 256
 PD_BUFFER_SIZE = "2GiB"
-HASH_SEED = "PYTHONHASHSEED"
 ALGORITHM = "pre_caching_hash_algorithm"
 SKIPPED = "skip_last_n_tokens"
 CONFIG_FILE = "LMCACHE_CONFIG_FILE"

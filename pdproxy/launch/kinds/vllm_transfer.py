@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from pdproxy.config.values import Role
 from pdproxy.launch.errors import PreflightError
+from pdproxy.launch.flags import flag
 from pdproxy.launch.kinds import vllm
-from pdproxy.launch.kinds.base import EnginePlan, Seat, ports_of, table
+from pdproxy.launch.kinds.base import HASH_SEED, EnginePlan, Seat, Trait, ports_of, same_args, table
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import FleetOptions
 from pdproxy.launch.preflight import PortUse
 
 _REPOSITORY = Path(__file__).parents[3]
 """The folder that holds `transfer`: a checkout, or a Python's own packages."""
+HASH_ALGORITHM = "--prefix-caching-hash-algo"
+OWN_SEED = str(secrets.randbelow(1 << 32))
+"""The seed of hashes that are safe only while nobody knows it. vLLM draws one in each process; then no engine finds
+another one's blocks by their names, and a decoder is sent what it has."""
 
 
 class VllmTransfer:
@@ -48,16 +55,40 @@ class VllmTransfer:
             "kv_connector_module_path": "transfer.connectors.vllm",
             vllm.EXTRA: extra,
         }
+        seed = _hash_seed(args, options, seat.role, machine)
+        fixed = _paths(machine) | ({HASH_SEED: seed} if seed else {})
         return EnginePlan(
             seat=seat,
-            program=vllm.program(options, seat, vllm.command(options, seat, connector), machine, _paths(machine)),
+            program=vllm.program(options, seat, vllm.command(options, seat, connector), machine, fixed),
             ports=ports_of(seat, options, *uses),
-            traits=(*vllm.traits(args), vllm.block_size(args)),
+            traits=(*vllm.traits(args), vllm.block_size(args), *_names(args, seed)),
             tables=(table(seat, options, kv_port=kv_port),),
         )
 
     def proxy_options(self, options: FleetOptions) -> tuple[str, ...]:
         return ()
+
+
+def _names(args: Sequence[str], seed: str) -> tuple[Trait, ...]:
+    """Returns the traits of which a block's name is made."""
+    why = "it makes the names by which a decoder finds what it has"
+    return (
+        same_args(HASH_ALGORITHM, flag(args, HASH_ALGORITHM), f"{why}; give it to both in --engine-args"),
+        Trait(
+            what=HASH_SEED,
+            value=seed or "vLLM's own",
+            source="--prefill-env, --decode-env",
+            remedy=f"{why}; set it once, for the launcher",
+        ),
+    )
+
+
+def _hash_seed(args: Sequence[str], options: FleetOptions, role: Role, machine: Machine) -> str:
+    """Returns the seed of the hashes that name blocks: the one in the side's environment, else the launcher's own. With
+    neither, vLLM's own is the same everywhere for cryptographic hashes; for others it is this launch's."""
+    if seed := options.side(role).env.get(HASH_SEED) or machine.environ.get(HASH_SEED):
+        return seed
+    return OWN_SEED if (flag(args, HASH_ALGORITHM) or "").startswith("xxhash") else ""
 
 
 def _paths(machine: Machine) -> dict[str, str]:

@@ -7,10 +7,14 @@ Blocks that are given back are poisoned at once.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +23,10 @@ import torch
 from tests.e2e.cluster import free_ports
 from transfer import wire
 from transfer.agents.base import TransferAgent
+from transfer.connectors.vllm.messages import StepReport
+from transfer.connectors.vllm.other_ranks import OtherRanks
+from transfer.connectors.vllm.private_socket import listen_privately
+from transfer.connectors.vllm.rank_thread import RankThread
 from transfer.connectors.vllm.receiver_thread import ReceiverThread
 from transfer.connectors.vllm.scheduler_side import SchedulerSide
 from transfer.connectors.vllm.worker_side import WorkerSide
@@ -28,6 +36,7 @@ from transfer.memory.buffer import PagedBuffer
 from transfer.memory.engine_memory import EngineMemory
 from transfer.memory.views import layer_views
 from transfer.plan.layout import KvLayout, LayerKv
+from transfer.plan.ranks import heads_of
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import ReceiverConfig
 
@@ -41,6 +50,8 @@ HYBRID = KvLayout(
     grouping=((0, 2), (1, 3)),
 )
 PLAIN = KvLayout((LayerKv(HEADS, CONTENT, 0),) * 2, TOKENS, 4, "float32", grouping=((0, 1),))
+LATENT = KvLayout((LayerKv(1, CONTENT, 0, "mla"),) * 2, TOKENS, 4, "float32", grouping=((0, 1),))
+"""What MLA keeps: one latent, the same on every rank."""
 POISON = -1.0
 
 
@@ -70,52 +81,107 @@ class Request:
         return [hash_of(self.prompt[:end]) for end in ends]
 
 
+class MiniRank:
+    """A worker: the heads of one tensor-parallel rank."""
+
+    def __init__(self, kv: KvLayout, size: int, index: int, num_blocks: int) -> None:
+        self.index = index
+        self.layout = kv.of_rank(size, index)
+        self.heads = list(heads_of(kv.layers[0].num_heads, self.layout.rank))
+        # Two tensors, each shared by a layer of every group, as vLLM lays a hybrid model out.
+        first, second = torch.full((2, num_blocks, len(self.heads), TOKENS, CONTENT), POISON).unbind(0)
+        self.layers = [first, first, second, second] if len(kv.layers) == 4 else [first, second]
+        self.memory = EngineMemory(self.layers, self.layout)
+        self.identity = Identity("mini", self.layout)
+        self.plane: DataPlane | None = None
+        self.inbox: ReceiverThread | RankThread | None = None
+        self.buffer = PagedBuffer(16, self.layout.page_bytes)
+        self.worker: WorkerSide
+
+    def open(self, names: list[str], *, receives: bool) -> None:
+        received = layer_views(self.buffer.pages, self.layout) if receives else []
+        ends = {"plane": self.plane, "inbox": self.inbox}
+        self.worker = WorkerSide(self.layout, names, self.memory, **ends, received=received)  # type: ignore[arg-type]
+
+
 class MiniVllm:
-    """One engine. `step` is one step of vLLM's."""
+    """One engine. `step` is one step of vLLM's. `make_agent` makes that of a rank."""
 
     def __init__(
         self,
         name: str,
-        make_agent: Callable[[], TransferAgent],
+        make_agent: Callable[[int], TransferAgent],
         *,
         sends: bool,
         num_blocks: int,
         kv: KvLayout = HYBRID,
+        num_ranks: int = 1,
     ) -> None:
         self.name = name
         self.kv = kv
         self.names = [f"layer {index}" for index in range(len(kv.layers))]
         self.cache: dict[bytes, list[int]] = {}
         """The decoder's prefix cache: block hash → the block's tokens."""
-        layout = kv.of_rank()
-        # Two tensors, each shared by a layer of every group, as vLLM lays a hybrid model out.
-        first, second = torch.full((2, num_blocks, HEADS, TOKENS, CONTENT), POISON).unbind(0)
-        self.layers = [first, first, second, second] if kv is HYBRID else [first, second]
-        self.memory = memory = EngineMemory(self.layers, layout)
-        identity = Identity("mini", layout)
-        self.num_free_pages = lambda: 0
-        self.plane: DataPlane | None = None
-        self.inbox: ReceiverThread | None = None
-        received = []
+        self.ranks = [MiniRank(kv, num_ranks, index, num_blocks) for index in range(num_ranks)]
         if sends:
-            self.plane = DataPlane(InProcess(make_agent, memory, identity))
-            self.plane.start().result(10)
+            for rank in self.ranks:
+                rank.plane = DataPlane(InProcess(partial(make_agent, rank.index), rank.memory, rank.identity))
+                rank.plane.start().result(10)
         else:
-            self.inbox = ReceiverThread(no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
-            self.inbox.start()
-            self.buffer = PagedBuffer(16, layout.page_bytes)
-            config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=20.0)
-            self.inbox.receive(make_agent(), self.buffer, identity, config, self if kv is PLAIN else None)
-            received = layer_views(self.buffer.pages, layout)
-        self.scheduler = SchedulerSide(TOKENS, 1, layout.kv.groups, names_pages=kv is PLAIN)
+            self._open_inboxes(make_agent)
+        for rank in self.ranks:
+            rank.open(self.names, receives=not sends)
+        self.block_names = "named alike"
+        self.scheduler = SchedulerSide(
+            TOKENS, num_ranks, kv.groups, names_pages=kv is PLAIN, names=lambda: self.block_names
+        )
         self.scheduler.pool = self
-        self.worker = WorkerSide(layout, self.names, memory, plane=self.plane, inbox=self.inbox, received=received)
+        self._num_told: Counter[tuple[str, str]] = Counter()
+        self._failed: set[str] = set()
         self.free = list(range(1, num_blocks))
         self._holders: Counter[int] = Counter()
         self.requests: dict[str, Request] = {}
         self.kept: dict[str, Request] = {}
         self.preempted: set[str] = set()
         self._finished: set[str] = set()
+
+    def _open_inboxes(self, make_agent: Callable[[int], TransferAgent]) -> None:
+        """Opens rank 0's receiver beside the others' slabs, each of which comes by a socket."""
+        first, others = self.ranks[0], self.ranks[1:]
+        inbox = first.inbox = ReceiverThread(no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
+        inbox.start()
+        joining, given = [], None
+        if others:
+            listener, path = listen_privately(socket.SOCK_STREAM, len(others))
+            given = OtherRanks(listener, path, len(self.ranks))
+            for rank in others:
+                thread = rank.inbox = RankThread(rank.index)
+                made = make_agent(rank.index), rank.buffer
+                joining.append(threading.Thread(target=thread.join, args=(path, lambda made=made: made, rank.identity)))
+                joining[-1].start()
+        config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=20.0)
+        cache = self if self.kv is PLAIN else None
+        inbox.receive(make_agent(0), first.buffer, first.identity, config, cache, given)
+        for one in joining:
+            one.join()
+
+    @property
+    def worker(self) -> WorkerSide:
+        return self.ranks[0].worker
+
+    @property
+    def plane(self) -> DataPlane | None:
+        return self.ranks[0].plane
+
+    @property
+    def memory(self) -> EngineMemory:
+        return self.ranks[0].memory
+
+    @property
+    def inbox(self) -> ReceiverThread | None:
+        inbox = self.ranks[0].inbox
+        assert inbox is None or isinstance(inbox, ReceiverThread)
+        return inbox
 
     @property
     def receiver(self) -> Any:
@@ -202,16 +268,24 @@ class MiniVllm:
         )
         self.preempted = set()
         finished, self._finished = self._finished, set()
-        self.worker.begin(orders)
-        for layer, name in enumerate(self.names):
-            for request_id, count in scheduled.items():
-                self._compute(self.requests[request_id], layer, count)
-            if layer != 2:  # of one layer the connector is not told
-                self.worker.layer_computed(name)
-        self.worker.load(orders)
-        self.worker.end()
-        sent, loaded, failed = self.worker.results(sorted(finished))
-        self.scheduler.heard(self.worker.take_report(), sorted(loaded), sorted(sent))
+        report, sent, loaded = StepReport(), set[str](), set[str]()
+        for rank in self.ranks:
+            rank.worker.begin(orders)
+            for layer, name in enumerate(self.names):
+                for request_id, count in scheduled.items():
+                    self._compute(self.requests[request_id], layer, count, rank)
+                if layer != 2:  # of one layer the connector is not told
+                    rank.worker.layer_computed(name)
+            rank.worker.load(orders)
+            rank.worker.end()
+            some_sent, some_loaded, some_failed = rank.worker.results(sorted(finished))
+            sent |= self._by_all("sent", some_sent)
+            loaded |= self._by_all("loaded", some_loaded)
+            self._failed |= some_failed
+            if (part := rank.worker.take_report()) is not None:
+                report.add(part)
+        failed, self._failed = self._failed & loaded, self._failed - loaded
+        self.scheduler.heard(report or None, sorted(loaded), sorted(sent))
         for request_id in sent:
             self._give_back(self.kept.pop(request_id))
         for request_id in loaded:
@@ -223,10 +297,18 @@ class MiniVllm:
                 self.end(request, is_whole=True)
 
     def close(self) -> None:
-        if self.plane is not None:
-            self.plane.close()
-        if self.inbox is not None:
-            self.inbox.close()
+        for rank in reversed(self.ranks):
+            for end in (rank.plane, rank.inbox):
+                if end is not None:
+                    end.close()
+
+    def _by_all(self, what: str, told: Iterable[str]) -> set[str]:
+        """Returns the requests that every rank has told of by now, as vLLM's `KVOutputAggregator` does."""
+        self._num_told.update((what, request_id) for request_id in told)
+        whole = {key for key in self._num_told if self._num_told[key] == len(self.ranks) and key[0] == what}
+        for key in whole:
+            del self._num_told[key]
+        return {request_id for _, request_id in whole}
 
     # ── the prefix cache, of which blocks are copies here ──
 
@@ -252,8 +334,9 @@ class MiniVllm:
         if num_blocks and not request.blocks:
             request.blocks = [[self.free.pop() for _ in range(num_blocks)]]
             self._holders.update(request.blocks[0])
-            for layer in range(len(self.names)):
-                self._compute(request, layer, num_blocks * TOKENS)
+            for rank in self.ranks:
+                for layer in range(len(self.names)):
+                    self._compute(request, layer, num_blocks * TOKENS, rank)
         return num_blocks * TOKENS
 
     def _group(self, layer: int) -> int:
@@ -309,15 +392,16 @@ class MiniVllm:
             self._holders[block] -= 1
             assert self._holders[block] >= 0
             if not self._holders[block]:
-                for tensor in self.layers:
-                    tensor[block] = POISON
+                for rank in self.ranks:
+                    for tensor in rank.layers:
+                        tensor[block] = POISON
                 self.free.append(block)
 
-    def _compute(self, request: Request, layer: int, count: int) -> None:
+    def _compute(self, request: Request, layer: int, count: int, rank: MiniRank) -> None:
         group = self._group(layer)
         for position in range(request.num_computed, request.num_computed + count):
             block = request.blocks[group][position // TOKENS]
-            self.layers[layer][block, :, position % TOKENS] = kv_of(request.prompt, position, layer)
+            rank.layers[layer][block, :, position % TOKENS] = kv_of(request.prompt, position, layer)[rank.heads]
 
     def _loaded(self, request_id: str, *, is_failed: bool) -> None:
         if request_id in self.kept:  # it was aborted meanwhile
@@ -335,14 +419,15 @@ class MiniVllm:
 
     def _check(self, request: Request) -> None:
         """Looks at every token that the next one will attend to."""
-        for layer in range(len(self.names)):
+        for rank, layer in itertools.product(self.ranks, range(len(self.names))):
             group = self._group(layer)
             end = request.num_computed
             for position in range(max(0, end - WINDOW + 1) if self.kv.groups[group].window else 0, end):
                 block = request.blocks[group][position // TOKENS]
-                found = self.layers[layer][block, :, position % TOKENS]
-                if block == 0 or not torch.equal(found, kv_of(request.prompt, position, layer)):
-                    request.wrong.append(f"layer {layer}, token {position} of {end}: {found.flatten().tolist()}")
+                found = rank.layers[layer][block, :, position % TOKENS]
+                if block == 0 or not torch.equal(found, kv_of(request.prompt, position, layer)[rank.heads]):
+                    where = f"rank {rank.index}, layer {layer}, token {position} of {end}"
+                    request.wrong.append(f"{where}: {found.flatten().tolist()}")
 
 
 def hash_of(tokens: list[int]) -> bytes:

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from tests.transfer.connectors.mini_vllm import HYBRID, PLAIN, TOKENS, MiniVllm, Request, until
@@ -23,6 +25,7 @@ from transfer.connectors.vllm.scheduler_side import SchedulerSide
 from transfer.connectors.vllm.worker_side import WorkerSide
 from transfer.memory.reservations import Holding
 from transfer.plan.layout import KvLayout
+from transfer.roles.epochs import epoch_of_rank
 
 SEED = int(os.environ.get("PDPROXY_TEST_SEED", "11"))
 
@@ -38,12 +41,20 @@ NOTHING = SimpleNamespace(
 class World:
     """A prefiller and a decoder. `requests` are what was asked so far."""
 
-    def __init__(self, num_blocks: int = 60, kv: KvLayout = HYBRID) -> None:
+    def __init__(self, num_blocks: int = 60, kv: KvLayout = HYBRID, num_ranks: tuple[int, int] = (1, 1)) -> None:
         self.fabric = MockFabric()
-        self.agent = MockAgent(self.fabric, "prefiller")
-        self.prefiller = MiniVllm("prefiller", lambda: self.agent, sends=True, num_blocks=num_blocks, kv=kv)
+        self.agents = [
+            MockAgent(self.fabric, epoch_of_rank("prefiller", i) if i else "prefiller") for i in range(num_ranks[0])
+        ]
+        self.agent = self.agents[0]
+        options: dict[str, Any] = {"num_blocks": num_blocks, "kv": kv}
+        self.prefiller = MiniVllm("prefiller", self.agents.__getitem__, sends=True, num_ranks=num_ranks[0], **options)
         self.decoder = MiniVllm(
-            "decoder", lambda: MockAgent(self.fabric, "decoder"), sends=False, num_blocks=num_blocks, kv=kv
+            "decoder",
+            lambda rank: MockAgent(self.fabric, f"decoder {rank}"),
+            sends=False,
+            num_ranks=num_ranks[1],
+            **options,
         )
 
     def prompt(self, num_tokens: int) -> list[int]:
@@ -51,10 +62,9 @@ class World:
 
     def prefill(self, prompt: list[int], timeout_s: float = 30.0) -> Request:
         attempt = uuid.uuid4().hex
-        end = self.decoder.receiver.endpoint
         params = {
             "attempt": attempt,
-            "receivers": [{"rank": 0, "host": end.host, "port": end.port}],
+            "receivers": [msgspec.to_builtins(end) for end in self.decoder.receiver.endpoints],
             "timeout_s": timeout_s,
         }
         request = Request(f"prefill {attempt[:6]}", prompt, params)
@@ -97,8 +107,8 @@ class World:
 
 
 @contextmanager
-def new_world(kv: KvLayout = HYBRID) -> Iterator[World]:
-    world = World(kv=kv)
+def new_world(kv: KvLayout = HYBRID, num_ranks: tuple[int, int] = (1, 1)) -> Iterator[World]:
+    world = World(kv=kv, num_ranks=num_ranks)
     try:
         yield world
     finally:
@@ -355,6 +365,25 @@ def test_what_the_decoder_has_is_not_sent_again() -> None:
         world.check_all_free()
 
 
+def test_unlike_names_for_blocks_are_told_once_with_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    with new_world(PLAIN) as world:
+
+        def transfer() -> None:
+            prefilled = world.prefill(world.prompt(10))
+            world.until_ready(prefilled)
+            decoded = world.decode(prefilled)
+            until(lambda: decoded.state == "over", world.step, "no answer")
+            assert decoded.wrong == []
+
+        transfer()
+        assert "PYTHONHASHSEED" not in caplog.text
+        world.decoder.block_names = "named otherwise"
+        transfer()
+        transfer()
+        assert caplog.text.count("PYTHONHASHSEED") == 1
+        assert "named alike, and named otherwise here" in caplog.text
+
+
 def test_what_the_decoder_has_forgotten_meanwhile_is_computed_again() -> None:
     with new_world(PLAIN) as world:
         prompt = world.prompt(26)
@@ -370,12 +399,17 @@ def test_what_the_decoder_has_forgotten_meanwhile_is_computed_again() -> None:
         world.check_all_free()
 
 
-@pytest.mark.parametrize("seed", range(SEED, SEED + 6))
-def test_whatever_happens_in_whatever_order_nothing_is_wrong_and_nothing_is_lost(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "num_ranks"),
+    [*((seed, (1, 1)) for seed in range(SEED, SEED + 6)), (SEED, (1, 2)), (SEED, (2, 2))],
+)
+def test_whatever_happens_in_whatever_order_nothing_is_wrong_and_nothing_is_lost(
+    seed: int, num_ranks: tuple[int, int]
+) -> None:
     """Chunks of any size, writes that land late, aborts and preemptions at any moment, blocks reused and poisoned."""
     dice = random.Random(seed)
     random.seed(seed)
-    with new_world() as world:
+    with new_world(num_ranks=num_ranks) as world:
         writes: list[MockWrite] = []
 
         def sometimes_late(write: MockWrite) -> Fate:
@@ -384,7 +418,8 @@ def test_whatever_happens_in_whatever_order_nothing_is_wrong_and_nothing_is_lost
             writes.append(write)
             return Hold()
 
-        world.agent.script = sometimes_late
+        for agent in world.agents:
+            agent.script = sometimes_late
         prefilled: list[Request] = []
         decoded: list[Request] = []
         for _ in range(400):
@@ -407,7 +442,8 @@ def test_whatever_happens_in_whatever_order_nothing_is_wrong_and_nothing_is_lost
                         engine.preempt(one)
             world.step(dice.choice((1, 3, 7, 16)))
             time.sleep(0.003)  # what the two sides tell each other takes a moment
-        world.agent.script = lambda write: Land()
+        for agent in world.agents:
+            agent.script = lambda write: Land()
         for write in writes:
             write.land()
 

@@ -8,6 +8,10 @@ has room for all of it. The decoder's vLLM copies it into its own blocks when it
 
     vLLM's scheduler ── StepOrders, with every step ──► vLLM's worker ──► DataPlane (a prefiller's), or
            SchedulerSide ◄────── StepReport ─────────── WorkerSide        ReceiverThread (a decoder's)
+           BlockAnswers  ◄────── what vLLM has cached ──────────────────────── its BlockCache
+
+Each rank of a decoder has its part of the PD buffer. Rank 0 alone has the receiver, which grants the same pages on all
+of them; the others have a `RankThread`, which asks rank 0 what lies there.
 """
 
 from __future__ import annotations

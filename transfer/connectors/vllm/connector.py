@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,24 +16,29 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
-from transfer.connectors.vllm.block_cache import BlockCache, publish
+from transfer.connectors.vllm.block_cache import BlockAnswers, BlockCache, is_published, publish
 from transfer.connectors.vllm.compat import check_version, transfer_results
 from transfer.connectors.vllm.kv_caches import KvCaches, packing_of
 from transfer.connectors.vllm.messages import StepOrders, StepReport
+from transfer.connectors.vllm.other_ranks import OtherRanks
+from transfer.connectors.vllm.private_socket import listen_privately
+from transfer.connectors.vllm.rank_thread import RankThread
 from transfer.connectors.vllm.receiver_thread import ReceiverThread
 from transfer.connectors.vllm.scheduler_side import SchedulerSide
 from transfer.connectors.vllm.settings import ConnectorSettings
-from transfer.connectors.vllm.worker_side import WorkerSide
+from transfer.connectors.vllm.worker_side import Inbox, WorkerSide
 from transfer.dataplane.in_process import InProcess
 from transfer.dataplane.plane import DataPlane
 from transfer.errors import TransferError
@@ -45,6 +52,8 @@ from transfer.roles.receiver import Receiver
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 _IGNORED_IN_CONFIG = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """The members of a model's config that equal weights may have with unlike values."""
@@ -62,6 +71,13 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         self.report.add(other.report)
         return self
+
+
+@dataclass
+class _Meeting(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """A `_Meeting` is where rank 0's receiver waits for the scheduler's half."""
+
+    path: str
 
 
 class _Pool:
@@ -93,11 +109,12 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._plane: DataPlane | None = None
         self._thread: ReceiverThread | None = None
+        self._rank_thread: RankThread | None = None
+        self._blocks: BlockCache | None = None
+        self._answers: BlockAnswers | None = None
         self._orders = StepOrders()
         self._epoch = uuid.uuid4().hex
         parallel = vllm_config.parallel_config
-        if self._receives and parallel.tensor_parallel_size > 1:
-            raise TransferError("a decoder of several tensor-parallel ranks cannot use this connector yet")
         if role == KVConnectorRole.SCHEDULER:
             caches = KvCaches(vllm_config, kv_cache_config, 0)
             layout = caches.layout
@@ -106,6 +123,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 parallel.tensor_parallel_size,
                 layout.kv.groups,
                 names_pages=self._names_pages(kv_cache_config, layout.chunk_size),
+                names=self._names,
             )
 
     # ── in the worker ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,18 +153,10 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if rank == 0:
             self._thread = ReceiverThread(self._facts(identity), self._is_well, settings.host, self._kv_port())
             self._thread.start()
-        if self._receives and self._thread is not None:
-            num_pages = settings.pd_buffer_size // slab_bytes(1, layout.page_bytes)
-            if not num_pages:
-                raise TransferError(
-                    f"pd_buffer_size is {settings.pd_buffer_size} bytes, and a page has {layout.page_bytes}: enlarge it"
-                )
-            buffer = PagedBuffer(num_pages, layout.page_bytes, device)
-            agent = NixlAgent(self._epoch, receives=True, device=device)
-            cache = BlockCache(self._kv_transfer_config.engine_id)
-            self._thread.receive(agent, buffer, identity, settings.receiver, cache)
+        inbox: Inbox | None = None
+        if self._receives:
+            inbox, buffer = self._open_inbox(ranks, identity, device)
             received = layer_views(buffer.pages, layout)
-        inbox = self._thread if self._receives else None
         self._worker = WorkerSide(layout, caches.layer_names, memory, plane=self._plane, inbox=inbox, received=received)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -183,17 +193,34 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Returns True where layers are sent while vLLM computes, which it tells of between the pieces of a graph."""
         return ConnectorSettings.read(extra_config).layer_by_layer
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Returns where the scheduler's half is to come, where that is in another process."""
+        if self._blocks is None or is_published(self._kv_transfer_config.engine_id):
+            return None
+        return _Meeting(self._blocks.listen())
+
     def shutdown(self) -> None:
         if self._plane is not None:
             self._plane.close()
-        if self._thread is not None:
-            self._thread.close()
+        for thread in (self._rank_thread, self._thread):
+            if thread is not None:
+                thread.close()
+        for end in (self._blocks, self._answers):
+            if end is not None:
+                end.close()
 
     # ── in the scheduler ────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduling.pool = _Pool(gpu_block_pool)
         publish(self._kv_transfer_config.engine_id, gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        for meeting in metadata.values():
+            try:
+                self._answers = BlockAnswers(self._kv_transfer_config.engine_id, meeting.path)
+            except OSError as error:
+                log.warning("rank 0's receiver cannot be told what is cached (%s): all KV will be sent", error)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduling.add(request)
@@ -240,6 +267,36 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         has_hashes = bool(self._vllm_config.cache_config.enable_prefix_caching)
         hash_size = kv_cache_config.hash_block_size or block_size
         return has_hashes and hash_size == block_size and len(kv_cache_config.kv_cache_groups) == 1
+
+    def _names(self) -> str:
+        """Returns a fingerprint of how this vLLM names blocks: by a hash that begins with a value of its own."""
+        first = f"{self._vllm_config.cache_config.prefix_caching_hash_algo} ".encode() + kv_cache_utils.NONE_HASH
+        return hashlib.sha256(first).hexdigest()[:16]
+
+    def _open_inbox(self, ranks: Any, identity: Identity, device: torch.device) -> tuple[Inbox, PagedBuffer]:
+        """Opens this rank's part of the PD buffer. On rank 0 it is over when all ranks have joined."""
+        rank, size, others = ranks.rank_in_group, ranks.world_size, None
+
+        def make() -> tuple[NixlAgent, PagedBuffer]:
+            page_bytes, num_bytes = identity.layout.page_bytes, self._settings.pd_buffer_size
+            num_pages = num_bytes // slab_bytes(1, page_bytes)
+            if not num_pages:
+                raise TransferError(f"pd_buffer_size is {num_bytes} bytes, and a page has {page_bytes}: enlarge it")
+            name = uuid.uuid4().hex if rank else self._epoch
+            buffer = PagedBuffer(num_pages, page_bytes, device)
+            return NixlAgent(name, receives=True, device=device), buffer
+
+        if self._thread is None:
+            self._rank_thread = RankThread(rank)
+            return self._rank_thread, self._rank_thread.join(ranks.broadcast_object(src=0), make, identity)
+        agent, buffer = make()
+        if size > 1:
+            listener, path = listen_privately(socket.SOCK_STREAM, size)
+            others = OtherRanks(listener, path, size)
+            ranks.broadcast_object(path, src=0)
+        self._blocks = BlockCache(self._kv_transfer_config.engine_id)
+        self._thread.receive(agent, buffer, identity, self._settings.receiver, self._blocks, others)
+        return self._thread, buffer
 
     def _is_well(self) -> bool:
         is_broken = self._worker is not None and self._worker.is_broken

@@ -24,6 +24,9 @@ class LoadParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """True where the failure is that the decoder's receiver does not answer."""
     num_cached: int = 0
     """Counts the first pages that were not sent, because the decoder's vLLM had them in its own cache."""
+    names: str = ""
+    """A fingerprint of how the prefiller's vLLM names blocks; empty where its names are not used. Where the decoder's
+    is another one, no block of the one is ever found at the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,23 +6,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
-import torch
+import msgspec
 import uvicorn
 import zmq
 
 from transfer import wire
 from transfer.agents.base import TransferAgent, close_agent
 from transfer.connectors.vllm.facts import facts_app
-from transfer.errors import AttemptLost, TransferError
+from transfer.connectors.vllm.loop_thread import LoopThread, use_own_stream
+from transfer.connectors.vllm.other_ranks import OtherRanks
+from transfer.connectors.vllm.shared_takes import SharedTakes
+from transfer.errors import TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.engine_cache import EngineCache
 from transfer.roles.handshake import Identity
+from transfer.roles.rank_slab import OtherSlabs
 from transfer.roles.receiver import Receiver, ReceiverConfig
 
 log = logging.getLogger(__name__)
@@ -32,12 +34,12 @@ START_TIMEOUT_S = 60.0
 """The longest time, in seconds, that the start of the thread may take."""
 
 
-class ReceiverThread:
+class ReceiverThread(LoopThread):
     """A `ReceiverThread` serves facts, and holds a `Receiver` where it is given an agent and a buffer.
 
     Methods may be called from any other thread. They wait for the event loop, which has little to do.
 
-    Mutable state: `_receiver`, which belongs to the loop; `_server` and `_loop`, set once at the start.
+    Mutable state: `_receiver` and `_takes`, which belong to the loop; `_server` and `_others`, set once at the start.
     """
 
     def __init__(
@@ -47,14 +49,15 @@ class ReceiverThread:
         host: str,
         port: int,
     ) -> None:
+        super().__init__("kv-receiver")
         self._make_facts = make_facts
         self._is_healthy = is_healthy
         self._host = host
         self._port = port
         self._receiver: Receiver | None = None
+        self._takes: SharedTakes | None = None
+        self._others: OtherRanks | None = None
         self._close_agent: Callable[[], None] = lambda: None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -70,52 +73,51 @@ class ReceiverThread:
         identity: Identity,
         config: ReceiverConfig,
         cache: EngineCache | None = None,
+        others: OtherRanks | None = None,
     ) -> None:
-        """Opens a receiver. Raises `TransferError` where its parts do not fit together, or its port cannot be had."""
+        """Opens a receiver, once all `others` have joined. Raises `TransferError` where its parts do not fit together,
+        its port cannot be had, or a rank does not come."""
         self._close_agent = lambda: close_agent(agent, buffer)
+        self._others = others
 
         async def receive() -> None:
-            if buffer.pages.is_cuda:  # this thread's own stream: on vLLM's, a look at a tag waits for the whole step
-                torch.cuda.set_stream(torch.cuda.Stream(buffer.pages.device))  # type: ignore[no-untyped-call]
-            receiver = Receiver(agent, buffer, identity, config, cache=cache)
+            use_own_stream(buffer.pages)
+            slabs = None if others is None else OtherSlabs(await others.joined(), others.delivered)
+            receiver = Receiver(agent, buffer, identity, config, others=slabs, cache=cache)
             try:
                 await receiver.start()
             except zmq.ZMQError as error:
                 await receiver.aclose()
                 where = f"port {config.port} on {config.host}"
                 raise TransferError(f"{where} cannot be had ({error}); choose another receiver_port or host") from None
-            self._receiver = receiver
+            self._receiver, self._takes = receiver, SharedTakes(receiver)
+            if others is not None:
+                others.takes = self._takes
 
-        self._do(receive(), START_TIMEOUT_S)
+        try:
+            self._do(receive(), START_TIMEOUT_S)
+        except TimeoutError:
+            raise TransferError(f"the receiver and its ranks have not started within {START_TIMEOUT_S:g} s") from None
 
     def take(self, attempt: str, num_tokens: int) -> list[int]:
-        """Does what `Receiver.take` does, and raises what it raises. Raises `AttemptLost` where the prompt has another
-        number of tokens than `num_tokens`."""
-
-        def take(receiver: Receiver) -> list[int]:
-            reservation = receiver.reservations.get(attempt)
-            if reservation is not None and reservation.num_tokens != num_tokens:
-                raise AttemptLost(
-                    f"the request has {num_tokens} tokens to load, and the KV here is of {reservation.num_tokens}: the "
-                    "prefiller has read another prompt"
-                )
-            return receiver.take(attempt)
-
-        return self._call(take)
+        """Does what `SharedTakes.take` does, for rank 0. Returns the pages, by ordinal."""
+        return self._call(lambda _, takes: list(takes.take(0, attempt, num_tokens).pages))
 
     def check_tags(self, attempt: str) -> None:
         """Does what `Receiver.check_tags` does. Raises `AttemptLost`."""
-        self._call(lambda receiver: receiver.check_tags(attempt))
+        self._call(lambda receiver, _: receiver.check_tags(attempt))
 
     def consumed(self, attempt: str) -> None:
-        """Does what `Receiver.consumed` does, and raises what it raises."""
-        self._call(lambda receiver: receiver.consumed(attempt))
+        """Does what `SharedTakes.end` does, for rank 0, and raises what it raises."""
+        self._call(lambda _, takes: takes.end(0, attempt))
 
     def release(self, attempt: str) -> None:
         """Gives an attempt's pages back, which nobody has read. Returns at once."""
 
         def release() -> None:
-            if self._receiver is not None:
+            if self._takes is not None and self._takes.is_reading(0, attempt):
+                self._takes.end(0, attempt)
+            elif self._receiver is not None:
                 self._receiver.cancel(attempt, "the decoder does not need it")
 
         self._loop.call_soon_threadsafe(release)
@@ -127,30 +129,18 @@ class ReceiverThread:
                 self._do(self._aclose(), 10.0)
             except (TransferError, TimeoutError) as error:
                 log.warning("the receiver was not closed: %s", error)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5.0)
+            self._stop()
         self._close_agent()
 
     # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
-
-    def _call(self, work: Callable[[Receiver], T]) -> T:
+    def _call(self, work: Callable[[Receiver, SharedTakes], T]) -> T:
         async def call() -> T:
-            if self._receiver is None:
+            if self._receiver is None or self._takes is None:
                 raise TransferError("this engine is a prefiller: nothing can be received here")
-            return work(self._receiver)
+            return work(self._receiver, self._takes)
 
         return self._do(call(), None)
-
-    def _do(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future.result(timeout_s)
 
     async def _serve(self) -> None:
         app = facts_app(self)
@@ -184,6 +174,8 @@ class ReceiverThread:
     async def _aclose(self) -> None:
         if self._receiver is not None:
             await self._receiver.aclose()
+        if self._others is not None:
+            self._others.close()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await self._serving
@@ -192,11 +184,13 @@ class ReceiverThread:
 
     def is_healthy(self) -> bool:
         """Tells whether this engine's end of the transfer can work."""
-        return self._is_healthy()
+        return self._is_healthy() and (self._others is None or self._others.lost is None)
 
     def buffer_facts(self) -> wire.BufferFacts:
         """Returns what the proxy is told."""
-        return self._make_facts(self._receiver)
+        facts = self._make_facts(self._receiver)
+        num_wrong = facts.num_wrong_tags + (0 if self._takes is None else self._takes.num_wrong_tags)
+        return msgspec.structs.replace(facts, num_wrong_tags=num_wrong)
 
     def cancel(self, attempt: str) -> bool:
         """Withdraws an attempt. Returns True when none of its pages is held any more."""

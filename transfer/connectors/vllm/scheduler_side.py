@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,20 +72,30 @@ class SchedulerSide:
 
     Mutable state: `_outgoing` and `_incoming`, by request; `_loading`, the requests whose load was ordered and is not
     over; `_claimed`, the attempts that some request has loaded, is loading or has no use for; `_held`, blocks of
-    windowed groups that are being sent, by request; `_orders`, for the next step; `pool`, which is set once.
+    windowed groups that are being sent, by request; `_orders`, for the next step; `_strange_names`, those of prefillers
+    that have been complained about; `pool`, which is set once.
     """
 
     def __init__(
-        self, block_size: int, num_workers: int, groups: Sequence[PageGroup], *, names_pages: bool = False
+        self,
+        block_size: int,
+        num_workers: int,
+        groups: Sequence[PageGroup],
+        *,
+        names_pages: bool = False,
+        names: Callable[[], str] = str,
     ) -> None:
         """Takes `names_pages`, True where pages are known by vLLM's own block hashes, which hold LoRA, images and salt.
-        There is one page group then, and vLLM hashes its blocks."""
+        There is one page group then, and vLLM hashes its blocks. `names` returns a fingerprint of how it does that,
+        once it has been started."""
         self.pool: BlockPool | None = None
         """The pool that the blocks are of. vLLM has it after it has made the connector."""
         self._block_size = block_size
         self._num_workers = num_workers
         self._groups = groups
         self._names_pages = names_pages
+        self._names = names
+        self._strange_names: set[str] = set()
         self._held: dict[str, list[int]] = {}
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, _Incoming] = {}
@@ -116,6 +126,7 @@ class SchedulerSide:
             else:
                 load = msgspec.convert(params, LoadParams)
                 self._incoming[request.request_id] = _Incoming(load.attempt, load.num_cached)
+                self._compare_names(load)
         except msgspec.ValidationError as error:
             log.error("request %s: kv_transfer_params are not understood: %s", request.request_id, error)
 
@@ -221,6 +232,7 @@ class SchedulerSide:
             failure=outgoing.failure,
             is_receiver_lost=outgoing.is_receiver_lost,
             num_cached=outgoing.num_cached,
+            names=self._names() if self._names_pages else "",
         )
         return True, msgspec.to_builtins(params) if is_whole else None
 
@@ -231,6 +243,19 @@ class SchedulerSide:
         hashes = [bytes(one) for one in request.block_hashes[: num_tokens // self._block_size]]
         num_pages = -(-num_tokens // self._block_size)
         return (*hashes, *(f"{attempt} {page}".encode() for page in range(len(hashes), num_pages)))
+
+    def _compare_names(self, load: LoadParams) -> None:
+        """Complains, once, of a prefiller whose names for blocks are not this vLLM's: nothing of it is found here."""
+        if not self._names_pages or load.names in ("", self._names(), *self._strange_names):
+            return
+        self._strange_names.add(load.names)
+        log.warning(
+            "a prefiller names KV blocks in another way than this decoder (%s, and %s here), so all KV of its prompts "
+            "is sent, though some of it is here: give both the same PYTHONHASHSEED, or none, and the same "
+            "--prefix-caching-hash-algo",
+            load.names,
+            self._names(),
+        )
 
     def _fill(self, request_id: str, outgoing: _Outgoing, num_computed: int) -> None:
         """Orders what is complete when `num_computed` tokens are computed and was not before."""
