@@ -25,7 +25,7 @@ from vllm.v1.request import RequestStatus
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
 from transfer.connectors.vllm.block_cache import BlockCache, publish
-from transfer.connectors.vllm.compat import check_version, transfer_results
+from transfer.connectors.vllm.compat import check_version, hash_block_size, release_of, transfer_results
 from transfer.connectors.vllm.kv_caches import KvCaches, packing_of
 from transfer.connectors.vllm.messages import StepOrders, StepReport
 from transfer.connectors.vllm.receiver_thread import ReceiverThread
@@ -238,7 +238,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _names_pages(self, kv_cache_config: Any, block_size: int) -> bool:
         """Tells whether vLLM's block hashes name pages: it has them, one for each block, and there is one group."""
         has_hashes = bool(self._vllm_config.cache_config.enable_prefix_caching)
-        hash_size = kv_cache_config.hash_block_size or block_size
+        hash_size = hash_block_size(kv_cache_config, self._vllm_config)
         return has_hashes and hash_size == block_size and len(kv_cache_config.kv_cache_groups) == 1
 
     def _is_well(self) -> bool:
@@ -250,12 +250,13 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._settings.kv_port + int(getattr(parallel, "data_parallel_index", 0) or 0)
 
     def _model_text(self) -> str:
-        """Returns the text by which two engines know that they have the same weights."""
+        """Returns the text by which two engines know that they have the same weights, and the same release of vLLM:
+        which bytes a block has is vLLM's own affair, and may change with it."""
         config = self._vllm_config.model_config
         members = {k: v for k, v in config.hf_config.to_dict().items() if k not in _IGNORED_IN_CONFIG}
         shape = hashlib.sha256(json.dumps(members, sort_keys=True, default=str).encode()).hexdigest()[:16]
         name = self._settings.model_name or Path(config.model).name
-        return f"{name} {config.quantization or 'plain'} {shape}"
+        return f"{name} {config.quantization or 'plain'} {shape} vLLM {release_of(vllm.__version__)}"
 
     def _facts(self, identity: Identity) -> Any:
         """Returns a function that makes the facts for the proxy."""
