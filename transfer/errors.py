@@ -12,10 +12,12 @@ class GeometryError(TransferError):
 
 
 class HandshakeRefused(TransferError):
-    """Two sides cannot exchange KV: `field` differs between them (`ours` here, `theirs` there)."""
+    """Two sides cannot exchange KV: `field` differs between them (`ours` here, `theirs` there). `way_out` says what to
+    do."""
 
-    def __init__(self, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"cannot exchange KV: {field} is {ours!r} here and {theirs!r} at the peer")
+    def __init__(self, field: str, ours: object, theirs: object, way_out: str = "") -> None:
+        text = f"cannot exchange KV: {field} is {ours!r} here and {theirs!r} at the peer"
+        super().__init__(f"{text}; {way_out}" if way_out else text)
         self.field = field
         self.ours = ours
         self.theirs = theirs

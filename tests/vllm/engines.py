@@ -34,6 +34,7 @@ BUFFER_BYTES = 16 << 20
 MODEL = "tiny"
 MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 32
+WIDE_BLOCK_SIZE = 64
 NUM_BLOCKS = 400
 LEASE_S = 15
 """vLLM's ``kv_lease_duration``: short, because some tests wait for its end."""
@@ -78,6 +79,7 @@ class Engine(Program):
     """Its ``--kv-transfer-config``."""
     core: int
     """To which its worker is bound, so that what spins does not push the others about."""
+    block_size: int = BLOCK_SIZE
     ports: tuple[int, int] = field(default_factory=lambda: _two_ports())
     """HTTP, and NIXL's side channel or the port of our own connector; the same ones at each start."""
 
@@ -93,7 +95,7 @@ class Engine(Program):
         command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--model", str(self.model)]
         command += ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"]
-        command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+        command += ["--block-size", str(self.block_size), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
         command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32"]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         # A random model would write white space for ever where JSON allows it.
@@ -173,7 +175,8 @@ class Engine(Program):
 class Fleet:
     """One engine that does both halves, two prefillers, and two decoders with different minds about KV that cannot be
     had: ``decode-0`` fails the request, ``decode-1`` reads the prompt itself. ``sender`` and ``receiver`` have our own
-    connector; the latter fails requests, so that none is right only because its prompt was read again."""
+    connector; the latter fails requests, so that none is right only because its prompt was read again. ``sender-wide``
+    and ``receiver-wide`` are such engines with larger blocks, which are cut into pages of the others' size."""
 
     def __init__(self, python: Path, model: Path, folder: Path, say: Callable[[str], None]) -> None:
         connectors: dict[str, dict[str, object] | None] = {
@@ -184,13 +187,23 @@ class Fleet:
             "decode-1": _connector("kv_consumer", kv_load_failure_policy="recompute"),
             "sender": _our_connector("kv_producer"),
             "receiver": _our_connector("kv_consumer", kv_load_failure_policy="fail"),
+            "sender-wide": _our_connector("kv_producer", {"chunk_size": BLOCK_SIZE}),
+            "receiver-wide": _our_connector("kv_consumer", {"chunk_size": BLOCK_SIZE}, kv_load_failure_policy="fail"),
         }
         self.model = model
         self.folder = folder
         self.say = say
         cores = sorted(os.sched_getaffinity(0))
         self.engines = {
-            name: Engine(name, folder, python, model, connectors[name], cores[i % len(cores)])
+            name: Engine(
+                name,
+                folder,
+                python,
+                model,
+                connectors[name],
+                cores[i % len(cores)],
+                WIDE_BLOCK_SIZE if name.endswith("-wide") else BLOCK_SIZE,
+            )
             for i, name in enumerate(connectors)
         }
 
@@ -260,8 +273,8 @@ def _connector(role: str, **options: object) -> dict[str, object]:
     return connector | {"kv_connector_extra_config": extra} | options
 
 
-def _our_connector(role: str, **options: object) -> dict[str, object]:
-    extra = {"pd_buffer_size": BUFFER_BYTES, "heartbeat_s": 1, "writer_timeout_s": 6}
+def _our_connector(role: str, more: dict[str, object] | None = None, **options: object) -> dict[str, object]:
+    extra = {"pd_buffer_size": BUFFER_BYTES, "heartbeat_s": 1, "writer_timeout_s": 6} | (more or {})
     module = "transfer.connectors.vllm"
     connector: dict[str, object] = {"kv_connector": OURS, "kv_connector_module_path": module, "kv_role": role}
     return connector | {"kv_connector_extra_config": extra} | options

@@ -28,6 +28,7 @@ from transfer.memory.buffer import PagedBuffer
 from transfer.memory.engine_memory import EngineMemory
 from transfer.memory.views import layer_views
 from transfer.plan.layout import KvLayout, LayerKv
+from transfer.plan.placement import Rows
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import ReceiverConfig
 
@@ -51,6 +52,8 @@ class Request:
     request_id: str
     prompt: list[int]
     kv_transfer_params: dict[str, Any] | None
+    block_size: int = TOKENS
+    """Of the engine that it is given to."""
     reads_cache: bool = True
     """Is False where it asks for the prompt's logprobs: then vLLM asks the connector, and ignores what it says."""
     num_computed: int = 0
@@ -66,7 +69,7 @@ class Request:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        ends = range(TOKENS, len(self.prompt) + 1, TOKENS)
+        ends = range(self.block_size, len(self.prompt) + 1, self.block_size)
         return [hash_of(self.prompt[:end]) for end in ends]
 
 
@@ -81,17 +84,21 @@ class MiniVllm:
         sends: bool,
         num_blocks: int,
         kv: KvLayout = HYBRID,
+        pages_per_block: int = 1,
     ) -> None:
         self.name = name
         self.kv = kv
+        self.block_size = kv.chunk_size * pages_per_block
+        self.is_hybrid = len(kv.groups) > 1
         self.names = [f"layer {index}" for index in range(len(kv.layers))]
         self.cache: dict[bytes, list[int]] = {}
         """The decoder's prefix cache: block hash → the block's tokens."""
         layout = kv.of_rank()
         # Two tensors, each shared by a layer of every group, as vLLM lays a hybrid model out.
-        first, second = torch.full((2, num_blocks, HEADS, TOKENS, CONTENT), POISON).unbind(0)
-        self.layers = [first, first, second, second] if kv is HYBRID else [first, second]
-        self.memory = memory = EngineMemory(self.layers, layout)
+        first, second = torch.full((2, num_blocks, HEADS, self.block_size, CONTENT), POISON).unbind(0)
+        self.layers = [first, first, second, second] if self.is_hybrid else [first, second]
+        rows = [(Rows(1, CONTENT * kv.element_bytes),)] * len(self.layers)
+        self.memory = memory = EngineMemory(self.layers, layout, pages_per_block, rows)
         identity = Identity("mini", layout)
         self.num_free_pages = lambda: 0
         self.plane: DataPlane | None = None
@@ -103,11 +110,14 @@ class MiniVllm:
         else:
             self.inbox = ReceiverThread(no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
             self.inbox.start()
-            self.buffer = PagedBuffer(16, layout.page_bytes)
+            self.buffer = PagedBuffer(64 // kv.chunk_size, layout.page_bytes)
             config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=20.0)
-            self.inbox.receive(make_agent(), self.buffer, identity, config, self if kv is PLAIN else None)
+            has_cache = not self.is_hybrid and pages_per_block == 1
+            self.inbox.receive(make_agent(), self.buffer, identity, config, self if has_cache else None)
             received = layer_views(self.buffer.pages, layout)
-        self.scheduler = SchedulerSide(TOKENS, 1, layout.kv.groups, names_pages=kv is PLAIN)
+        self.scheduler = SchedulerSide(
+            self.block_size, 1, layout.kv.groups, names_pages=not self.is_hybrid, pages_per_block=pages_per_block
+        )
         self.scheduler.pool = self
         self.worker = WorkerSide(layout, self.names, memory, plane=self.plane, inbox=self.inbox, received=received)
         self.free = list(range(1, num_blocks))
@@ -123,6 +133,7 @@ class MiniVllm:
         return self.inbox._receiver
 
     def add(self, request: Request) -> None:
+        request.block_size = self.block_size
         self.requests[request.request_id] = request
         self.scheduler.add(request)
 
@@ -239,13 +250,13 @@ class MiniVllm:
 
     def remember(self, prompt: list[int], num_tokens: int) -> None:
         """Has the blocks of a prompt's first tokens in the cache from now on."""
-        for end in range(TOKENS, num_tokens + 1, TOKENS):
+        for end in range(self.block_size, num_tokens + 1, self.block_size):
             self.cache[hash_of(prompt[:end])] = prompt[:end]
 
     def _find_cached(self, request: Request) -> int:
         """Gives the request what the cache has of it. Returns the number of those tokens."""
         num_blocks = 0
-        while (end := (num_blocks + 1) * TOKENS) < request.num_prompt_tokens and hash_of(
+        while (end := (num_blocks + 1) * self.block_size) < request.num_prompt_tokens and hash_of(
             request.prompt[:end]
         ) in self.cache:
             num_blocks += 1
@@ -253,8 +264,8 @@ class MiniVllm:
             request.blocks = [[self.free.pop() for _ in range(num_blocks)]]
             self._holders.update(request.blocks[0])
             for layer in range(len(self.names)):
-                self._compute(request, layer, num_blocks * TOKENS)
-        return num_blocks * TOKENS
+                self._compute(request, layer, num_blocks * self.block_size)
+        return num_blocks * self.block_size
 
     def _group(self, layer: int) -> int:
         return next(at for at, layers in enumerate(self.kv.grouping) if layer in layers)
@@ -263,9 +274,9 @@ class MiniVllm:
 
     def _grow(self, request: Request, num_tokens: int, num_loaded: int = 0) -> tuple[list[int], ...] | None:
         """Gives the request blocks for so many tokens; none in front of the window, where they were loaded."""
-        num_blocks = -(-num_tokens // TOKENS)
+        num_blocks = -(-num_tokens // self.block_size)
         request.blocks = request.blocks or [[] for _ in self.kv.groups]
-        skipped = max(0, num_loaded - WINDOW + 1) // TOKENS
+        skipped = max(0, num_loaded - WINDOW + 1) // self.block_size
         nulls = [
             skipped if group.window and not ids else 0
             for group, ids in zip(self.kv.groups, request.blocks, strict=True)
@@ -291,8 +302,8 @@ class MiniVllm:
     def _remove_skipped(self, request: Request) -> None:
         """Gives back the blocks in front of the window of the token behind all computed ones. vLLM does so before the
         connector hears that the request is over (`Scheduler._connector_finished`)."""
-        ids = request.blocks[1] if self.kv is HYBRID and request.blocks else []
-        for place in range(min(len(ids), max(0, request.num_computed - WINDOW + 1) // TOKENS)):
+        ids = request.blocks[1] if self.is_hybrid and request.blocks else []
+        for place in range(min(len(ids), max(0, request.num_computed - WINDOW + 1) // self.block_size)):
             if ids[place]:
                 self.give_up([ids[place]])
                 ids[place] = 0
@@ -316,8 +327,8 @@ class MiniVllm:
     def _compute(self, request: Request, layer: int, count: int) -> None:
         group = self._group(layer)
         for position in range(request.num_computed, request.num_computed + count):
-            block = request.blocks[group][position // TOKENS]
-            self.layers[layer][block, :, position % TOKENS] = kv_of(request.prompt, position, layer)
+            block = request.blocks[group][position // self.block_size]
+            self.layers[layer][block, :, position % self.block_size] = kv_of(request.prompt, position, layer)
 
     def _loaded(self, request_id: str, *, is_failed: bool) -> None:
         if request_id in self.kept:  # it was aborted meanwhile
@@ -339,8 +350,8 @@ class MiniVllm:
             group = self._group(layer)
             end = request.num_computed
             for position in range(max(0, end - WINDOW + 1) if self.kv.groups[group].window else 0, end):
-                block = request.blocks[group][position // TOKENS]
-                found = self.layers[layer][block, :, position % TOKENS]
+                block = request.blocks[group][position // self.block_size]
+                found = self.layers[layer][block, :, position % self.block_size]
                 if block == 0 or not torch.equal(found, kv_of(request.prompt, position, layer)):
                     request.wrong.append(f"layer {layer}, token {position} of {end}: {found.flatten().tolist()}")
 

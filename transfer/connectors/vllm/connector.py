@@ -99,13 +99,13 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._receives and parallel.tensor_parallel_size > 1:
             raise TransferError("a decoder of several tensor-parallel ranks cannot use this connector yet")
         if role == KVConnectorRole.SCHEDULER:
-            caches = KvCaches(vllm_config, kv_cache_config, 0)
-            layout = caches.layout
+            caches = KvCaches(vllm_config, kv_cache_config, 0, self._settings.chunk_size)
             self._scheduler = SchedulerSide(
-                layout.chunk_size,
+                caches.block_size,
                 parallel.tensor_parallel_size,
-                layout.kv.groups,
-                names_pages=self._names_pages(kv_cache_config, layout.chunk_size),
+                caches.layout.kv.groups,
+                names_pages=self._names_pages(kv_cache_config, caches.block_size),
+                pages_per_block=caches.pages_per_block,
             )
 
     # ── in the worker ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,10 +117,12 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank = ranks.rank_in_group
         if ranks.world_size > 1:
             self._epoch = ranks.broadcast_object(self._epoch, src=0)
-        caches = KvCaches(self._vllm_config, self._kv_cache_config, rank)
+        caches = KvCaches(self._vllm_config, self._kv_cache_config, rank, self._settings.chunk_size)
         device = next(iter(kv_caches.values())).device
-        layout = caches.packed(packing_of(self._vllm_config, caches.layer_names, device))
-        memory = EngineMemory([kv_caches[name] for name in caches.layer_names], layout)
+        packing = packing_of(self._vllm_config, caches.layer_names, device)
+        layout, rows = caches.packed(packing), caches.rows(packing)
+        layers = [kv_caches[name] for name in caches.layer_names]
+        memory = EngineMemory(layers, layout, caches.pages_per_block, rows)
         identity = Identity(self._model_text(), layout)
         settings, received = self._settings, []
         if self._sends:
@@ -143,7 +145,8 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
             buffer = PagedBuffer(num_pages, layout.page_bytes, device)
             agent = NixlAgent(self._epoch, receives=True, device=device)
-            cache = BlockCache(self._kv_transfer_config.engine_id)
+            # vLLM knows whole blocks, and pages that are parts of one have other names.
+            cache = None if caches.pages_per_block > 1 else BlockCache(self._kv_transfer_config.engine_id)
             self._thread.receive(agent, buffer, identity, settings.receiver, cache)
             received = layer_views(buffer.pages, layout)
         inbox = self._thread if self._receives else None
