@@ -235,9 +235,9 @@ class WorkerSide:
     def _pages_of(self, table: PageTable, group: int, first: int, blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Returns the pages that a prompt has in these blocks, the first of which is its block `first`: ordinals, and
         where they are in vLLM's memory."""
-        count, kept = self._memory.pages_per_block, []
+        count, num_pages, kept = self._memory.pages_per_block, table.num_blocks, []
         for at, block in enumerate(blocks, first):
-            end = min((at + 1) * count, table.num_blocks)  # the last block may be longer than the prompt
+            end = min((at + 1) * count, num_pages)  # the last block may be longer than the prompt
             for page in range(at * count, max(end, at * count + 1)):
                 if (ordinal := table.ordinal(group, page)) is not None:
                     kept.append((ordinal, block * count + page % count))
