@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.kinds import vllm
-from pdproxy.launch.kinds.base import EnginePlan, Seat, ports_of, table
+from pdproxy.launch.kinds.base import EnginePlan, Seat, Trait, ports_of, table
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import FleetOptions
 from pdproxy.launch.preflight import PortUse
@@ -52,12 +52,17 @@ class VllmTransfer:
             seat=seat,
             program=vllm.program(options, seat, vllm.command(options, seat, connector), machine, _paths(machine)),
             ports=ports_of(seat, options, *uses),
-            traits=(*vllm.traits(args), vllm.block_size(args)),
+            traits=(*vllm.traits(args), *_page_size(options, args)),
             tables=(table(seat, options, kv_port=kv_port),),
         )
 
     def proxy_options(self, options: FleetOptions) -> tuple[str, ...]:
         return ()
+
+
+def _page_size(options: FleetOptions, args: Sequence[str]) -> tuple[Trait, ...]:
+    """Returns no trait where all engines get a ``chunk_size``: blocks may have unlike sizes then."""
+    return () if "chunk_size" in vllm.extra(options) else (vllm.block_size(args),)
 
 
 def _paths(machine: Machine) -> dict[str, str]:
