@@ -15,9 +15,6 @@ from transfer.plan.layout import RankLayout
 
 AGREED = ("model", "dtype", "chunk_size", "cache", "heads")
 """The fields of `wire.Layout` that must be equal on both sides."""
-_WAYS_OUT = {
-    "chunk_size": "give all engines the same option chunk_size: with vLLM, one that divides each of their block sizes"
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Identity:
         ours = self.on_wire
         for field in AGREED:
             if getattr(theirs, field) != getattr(ours, field):
-                raise HandshakeRefused(field, getattr(ours, field), getattr(theirs, field), _WAYS_OUT.get(field, ""))
+                raise HandshakeRefused(field, getattr(ours, field), getattr(theirs, field))
         try:
             layout = self.layout.kv.of_rank(theirs.tp_size, theirs.tp_rank)
         except GeometryError as error:
