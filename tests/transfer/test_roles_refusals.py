@@ -72,6 +72,12 @@ async def test_both_ends_know_what_the_other_refused(world: World) -> None:
         assert (refusal.value.ours, refusal.value.theirs) == ("other", "tiny")
 
 
+async def test_a_prefiller_with_pages_of_another_size_is_told_the_way_out(world: World) -> None:
+    decoder, kv = await world.decoder(), replace(KV, chunk_size=2 * KV.chunk_size)
+    with pytest.raises(HandshakeRefused, match=r"chunk_size is .* at the peer; give all engines the same option"):
+        await world.open(world.prefiller(Identity("tiny", kv.of_rank())), decoder)
+
+
 async def test_another_protocol_version_is_refused(world: World) -> None:
     decoder = await world.decoder()
     raw = world.stranger(decoder)

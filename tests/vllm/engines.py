@@ -34,6 +34,7 @@ BUFFER_BYTES = 16 << 20
 MODEL = "tiny"
 MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 32
+WIDE_BLOCK_SIZE = 64
 NUM_BLOCKS = 400
 LEASE_S = 15
 """vLLM's ``kv_lease_duration``: short, because some tests wait for its end."""
@@ -78,6 +79,7 @@ class Engine(Program):
     """Its ``--kv-transfer-config``."""
     cores: list[int]
     """To which its worker is bound, so that what spins does not push the others about; one for each rank."""
+    block_size: int = BLOCK_SIZE
     ports: tuple[int, int] = field(default_factory=lambda: _two_ports())
     """HTTP, and NIXL's side channel or the port of our own connector; the same ones at each start."""
 
@@ -93,7 +95,7 @@ class Engine(Program):
         command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--model", str(self.model)]
         command += ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"]
-        command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+        command += ["--block-size", str(self.block_size), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
         command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32"]
         command += ["--tensor-parallel-size", str(len(self.cores))]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
@@ -175,7 +177,8 @@ class Fleet:
     """One engine that does both halves, two prefillers, and two decoders with different minds about KV that cannot be
     had: ``decode-0`` fails the request, ``decode-1`` reads the prompt itself. ``sender`` and ``receiver`` have our own
     connector; the latter fails requests, so that none is right only because its prompt was read again. ``sender-2`` and
-    ``receiver-2`` are the same with two tensor-parallel ranks each."""
+    ``receiver-2`` are the same with two tensor-parallel ranks each; ``sender-wide`` and ``receiver-wide`` have larger
+    blocks, which are cut into pages of the others' size."""
 
     def __init__(self, python: Path, model: Path, folder: Path, say: Callable[[str], None]) -> None:
         connectors: dict[str, dict[str, object] | None] = {
@@ -188,6 +191,8 @@ class Fleet:
             "receiver": _our_connector("kv_consumer", kv_load_failure_policy="fail"),
             "sender-2": _our_connector("kv_producer"),
             "receiver-2": _our_connector("kv_consumer", kv_load_failure_policy="fail"),
+            "sender-wide": _our_connector("kv_producer", {"chunk_size": BLOCK_SIZE}),
+            "receiver-wide": _our_connector("kv_consumer", {"chunk_size": BLOCK_SIZE}, kv_load_failure_policy="fail"),
         }
         self.model = model
         self.folder = folder
@@ -195,7 +200,13 @@ class Fleet:
         cores = sorted(os.sched_getaffinity(0))
         self.engines = {
             name: Engine(
-                name, folder, python, model, connectors[name], _some(cores, i, 2 if name.endswith("-2") else 1)
+                name,
+                folder,
+                python,
+                model,
+                connectors[name],
+                _some(cores, i, 2 if name.endswith("-2") else 1),
+                WIDE_BLOCK_SIZE if name.endswith("-wide") else BLOCK_SIZE,
             )
             for i, name in enumerate(connectors)
         }
@@ -266,8 +277,8 @@ def _connector(role: str, **options: object) -> dict[str, object]:
     return connector | {"kv_connector_extra_config": extra} | options
 
 
-def _our_connector(role: str, **options: object) -> dict[str, object]:
-    extra = {"pd_buffer_size": BUFFER_BYTES, "heartbeat_s": 1, "writer_timeout_s": 6}
+def _our_connector(role: str, more: dict[str, object] | None = None, **options: object) -> dict[str, object]:
+    extra = {"pd_buffer_size": BUFFER_BYTES, "heartbeat_s": 1, "writer_timeout_s": 6} | (more or {})
     module = "transfer.connectors.vllm"
     connector: dict[str, object] = {"kv_connector": OURS, "kv_connector_module_path": module, "kv_role": role}
     return connector | {"kv_connector_extra_config": extra} | options

@@ -57,12 +57,14 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(fleet: Fleet, *options: str) -> AsyncIterator[Pair]:
+async def pair(fleet: Fleet, *options: str, names: tuple[str, str] = ("sender", "receiver")) -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
-        relays = [await stack.enter_async_context(relayed(fleet[name].port)) for name in ("sender", "receiver")]
-        proxy = await stack.enter_async_context(serving_ours(fleet, relays[0].url, relays[1].url, *options))
+        relays = [await stack.enter_async_context(relayed(fleet[name].port)) for name in names]
+        proxy = await stack.enter_async_context(
+            serving_ours(fleet, relays[0].url, relays[1].url, *options, names=names)
+        )
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=proxy.url, timeout=60))
-        yield Pair(proxy, fleet["sender"], fleet["receiver"], *relays, client)
+        yield Pair(proxy, fleet[names[0]], fleet[names[1]], *relays, client)
 
 
 def around_borders(dice: random.Random) -> list[Question]:

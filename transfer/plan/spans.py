@@ -7,9 +7,10 @@ table for one page is made once per pair of ranks; a transfer of many pages is t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from transfer.agents.spans import merge
 from transfer.errors import GeometryError
 from transfer.plan.feeds import writers_of
 from transfer.plan.layout import Part, RankLayout
-from transfer.plan.placement import Placement, in_pages
+from transfer.plan.placement import Placement, Rows, in_pages
 from transfer.plan.ranks import heads_between
 from transfer.plan.tags import TAG_SLOTS
 
@@ -75,7 +76,9 @@ class SpanMap:
         if self.ours.groups[group].group.kind == "linear":
             return self._state_spans(group, local_pages, remote_pages, blocks)
         table = self._slice(group, first_layer, self.num_layers(group) if end_layer is None else end_layer)
-        stride = self._places[group].stride
+        stride, num_pieces = self._places[group].stride, self._places[group].pages_per_block
+        if num_pieces > 1:
+            return self._piece_spans(table, stride, num_pieces, local_pages, remote_pages)
         if len(table) == len(local_pages) == 1:  # half the time of the array operations, which a small push waits for
             row = table[0].tolist()
             ours, theirs = local_pages[0] * stride, remote_pages[0] * self.theirs.page_bytes
@@ -83,6 +86,17 @@ class SpanMap:
         local = np.asarray(local_pages, dtype=np.int64)[:, None] * stride + table[None, :, 0]
         remote = np.asarray(remote_pages, dtype=np.int64)[:, None] * self.theirs.page_bytes + table[None, :, 1]
         sizes = np.broadcast_to(table[None, :, 2], local.shape)
+        return np.stack((local.ravel(), remote.ravel(), sizes.ravel()), axis=1)
+
+    def _piece_spans(
+        self, table: Spans, stride: int, num_pieces: int, local_pages: Sequence[int], remote_pages: Sequence[int]
+    ) -> Spans:
+        """Returns the spans where a block has several pages. The piece of a row for the next page of the block lies
+        right behind."""
+        blocks, pieces = np.divmod(np.asarray(local_pages, dtype=np.int64)[:, None], num_pieces)
+        sizes = np.broadcast_to(table[None, :, 2], (len(local_pages), len(table)))
+        local = blocks * stride + pieces * sizes + table[None, :, 0]
+        remote = np.asarray(remote_pages, dtype=np.int64)[:, None] * self.theirs.page_bytes + table[None, :, 1]
         return np.stack((local.ravel(), remote.ravel(), sizes.ravel()), axis=1)
 
     @cached_property
@@ -96,10 +110,19 @@ class SpanMap:
         if key not in self._slices:
             if not 0 <= first < end <= self.num_layers(group):
                 raise GeometryError(f"group {group} has {self.num_layers(group)} layers, not {first} to {end}")
-            parts = self.ours.groups[group].parts, self.theirs.groups[group].parts
-            trios = zip(*parts, self._places[group].offsets, strict=True)
-            moves = (self._move(ours, theirs, at) for ours, theirs, at in trios if first <= ours.layer < end)
-            self._slices[key] = merge(_rows(move for move in moves if move is not None))
+            parts, place = self.ours.groups[group].parts, self._places[group]
+            trios = list(zip(parts, self.theirs.groups[group].parts, place.offsets, strict=True))
+            if place.pages_per_block > 1:
+                cut = zip(trios, place.rows, strict=True)
+                moves = [
+                    self._pieces(*trio, place.pages_per_block, rows)
+                    for trio, rows in cut
+                    if first <= trio[0].layer < end
+                ]
+                self._slices[key] = _rows(chain.from_iterable(moves))  # unmerged: each row has a stride of its own
+            else:
+                whole = (self._move(*trio) for trio in trios if first <= trio[0].layer < end)
+                self._slices[key] = merge(_rows(move for move in whole if move is not None))
         return self._slices[key]
 
     def _move(self, ours: Part, theirs: Part, offset: int) -> tuple[int, int, int] | None:
@@ -110,6 +133,19 @@ class SpanMap:
         local = offset + (heads.start - ours.heads.start) * ours.head_bytes
         remote = theirs.offset + (heads.start - theirs.heads.start) * theirs.head_bytes
         return local, remote, len(heads) * ours.head_bytes
+
+    def _pieces(
+        self, ours: Part, theirs: Part, offset: int, num_pieces: int, rows: Sequence[Rows]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yields what is copied of one part in the first page of block 0: one piece of each row of each head."""
+        for head in heads_between(ours.num_heads, self.ours.rank, self.theirs.rank):
+            local = offset + (head - ours.heads.start) * ours.head_bytes * num_pieces
+            remote = theirs.offset + (head - theirs.heads.start) * theirs.head_bytes
+            for num, token_bytes in rows:
+                size = token_bytes * self.ours.chunk_size
+                for _ in range(num):
+                    yield local, remote, size
+                    local, remote = local + size * num_pieces, remote + size
 
     def _state_spans(
         self, group: int, local_pages: Sequence[int], remote_pages: Sequence[int], blocks: Sequence[int] | None

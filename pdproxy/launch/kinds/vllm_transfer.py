@@ -61,12 +61,17 @@ class VllmTransfer:
             seat=seat,
             program=vllm.program(options, seat, vllm.command(options, seat, connector), machine, fixed),
             ports=ports_of(seat, options, *uses),
-            traits=(*vllm.traits(args), vllm.block_size(args), *_names(args, seed)),
+            traits=(*vllm.traits(args), *_page_size(options, args), *_names(args, seed)),
             tables=(table(seat, options, kv_port=kv_port),),
         )
 
     def proxy_options(self, options: FleetOptions) -> tuple[str, ...]:
         return ()
+
+
+def _page_size(options: FleetOptions, args: Sequence[str]) -> tuple[Trait, ...]:
+    """Returns no trait where all engines get a ``chunk_size``: blocks may have unlike sizes then."""
+    return () if "chunk_size" in vllm.extra(options) else (vllm.block_size(args),)
 
 
 def _names(args: Sequence[str], seed: str) -> tuple[Trait, ...]:

@@ -36,6 +36,7 @@ from transfer.memory.buffer import PagedBuffer
 from transfer.memory.engine_memory import EngineMemory
 from transfer.memory.views import layer_views
 from transfer.plan.layout import KvLayout, LayerKv
+from transfer.plan.placement import Rows
 from transfer.plan.ranks import heads_of
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import ReceiverConfig
@@ -62,6 +63,8 @@ class Request:
     request_id: str
     prompt: list[int]
     kv_transfer_params: dict[str, Any] | None
+    block_size: int = TOKENS
+    """Of the engine that it is given to."""
     reads_cache: bool = True
     """Is False where it asks for the prompt's logprobs: then vLLM asks the connector, and ignores what it says."""
     num_computed: int = 0
@@ -77,25 +80,27 @@ class Request:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        ends = range(TOKENS, len(self.prompt) + 1, TOKENS)
+        ends = range(self.block_size, len(self.prompt) + 1, self.block_size)
         return [hash_of(self.prompt[:end]) for end in ends]
 
 
 class MiniRank:
     """A worker: the heads of one tensor-parallel rank."""
 
-    def __init__(self, kv: KvLayout, size: int, index: int, num_blocks: int) -> None:
+    def __init__(self, kv: KvLayout, size: int, index: int, num_blocks: int, pages_per_block: int) -> None:
         self.index = index
+        block_size = kv.chunk_size * pages_per_block
         self.layout = kv.of_rank(size, index)
         self.heads = list(heads_of(kv.layers[0].num_heads, self.layout.rank))
         # Two tensors, each shared by a layer of every group, as vLLM lays a hybrid model out.
-        first, second = torch.full((2, num_blocks, len(self.heads), TOKENS, CONTENT), POISON).unbind(0)
+        first, second = torch.full((2, num_blocks, len(self.heads), block_size, CONTENT), POISON).unbind(0)
         self.layers = [first, first, second, second] if len(kv.layers) == 4 else [first, second]
-        self.memory = EngineMemory(self.layers, self.layout)
+        rows = [(Rows(1, CONTENT * kv.element_bytes),)] * len(self.layers)
+        self.memory = EngineMemory(self.layers, self.layout, pages_per_block, rows)
         self.identity = Identity("mini", self.layout)
         self.plane: DataPlane | None = None
         self.inbox: ReceiverThread | RankThread | None = None
-        self.buffer = PagedBuffer(16, self.layout.page_bytes)
+        self.buffer = PagedBuffer(64 // kv.chunk_size, self.layout.page_bytes)
         self.worker: WorkerSide
 
     def open(self, names: list[str], *, receives: bool) -> None:
@@ -116,24 +121,33 @@ class MiniVllm:
         num_blocks: int,
         kv: KvLayout = HYBRID,
         num_ranks: int = 1,
+        pages_per_block: int = 1,
     ) -> None:
         self.name = name
         self.kv = kv
+        self.block_size = kv.chunk_size * pages_per_block
+        self.is_hybrid = len(kv.groups) > 1
         self.names = [f"layer {index}" for index in range(len(kv.layers))]
         self.cache: dict[bytes, list[int]] = {}
         """The decoder's prefix cache: block hash → the block's tokens."""
-        self.ranks = [MiniRank(kv, num_ranks, index, num_blocks) for index in range(num_ranks)]
+        self.has_names = not self.is_hybrid and kv.layers[0].kind == "full"
+        self.ranks = [MiniRank(kv, num_ranks, index, num_blocks, pages_per_block) for index in range(num_ranks)]
         if sends:
             for rank in self.ranks:
                 rank.plane = DataPlane(InProcess(partial(make_agent, rank.index), rank.memory, rank.identity))
                 rank.plane.start().result(10)
         else:
-            self._open_inboxes(make_agent)
+            self._open_inboxes(make_agent, has_cache=self.has_names and pages_per_block == 1)
         for rank in self.ranks:
             rank.open(self.names, receives=not sends)
         self.block_names = "named alike"
         self.scheduler = SchedulerSide(
-            TOKENS, num_ranks, kv.groups, names_pages=kv is PLAIN, names=lambda: self.block_names
+            self.block_size,
+            num_ranks,
+            kv.groups,
+            names_pages=self.has_names,
+            pages_per_block=pages_per_block,
+            names=lambda: self.block_names,
         )
         self.scheduler.pool = self
         self._num_told: Counter[tuple[str, str]] = Counter()
@@ -145,7 +159,7 @@ class MiniVllm:
         self.preempted: set[str] = set()
         self._finished: set[str] = set()
 
-    def _open_inboxes(self, make_agent: Callable[[int], TransferAgent]) -> None:
+    def _open_inboxes(self, make_agent: Callable[[int], TransferAgent], *, has_cache: bool) -> None:
         """Opens rank 0's receiver beside the others' slabs, each of which comes by a socket."""
         first, others = self.ranks[0], self.ranks[1:]
         inbox = first.inbox = ReceiverThread(no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
@@ -160,7 +174,7 @@ class MiniVllm:
                 joining.append(threading.Thread(target=thread.join, args=(path, lambda made=made: made, rank.identity)))
                 joining[-1].start()
         config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=20.0)
-        cache = self if self.kv is PLAIN else None
+        cache = self if has_cache else None
         inbox.receive(make_agent(0), first.buffer, first.identity, config, cache, given)
         for one in joining:
             one.join()
@@ -189,6 +203,7 @@ class MiniVllm:
         return self.inbox._receiver
 
     def add(self, request: Request) -> None:
+        request.block_size = self.block_size
         self.requests[request.request_id] = request
         self.scheduler.add(request)
 
@@ -321,13 +336,13 @@ class MiniVllm:
 
     def remember(self, prompt: list[int], num_tokens: int) -> None:
         """Has the blocks of a prompt's first tokens in the cache from now on."""
-        for end in range(TOKENS, num_tokens + 1, TOKENS):
+        for end in range(self.block_size, num_tokens + 1, self.block_size):
             self.cache[hash_of(prompt[:end])] = prompt[:end]
 
     def _find_cached(self, request: Request) -> int:
         """Gives the request what the cache has of it. Returns the number of those tokens."""
         num_blocks = 0
-        while (end := (num_blocks + 1) * TOKENS) < request.num_prompt_tokens and hash_of(
+        while (end := (num_blocks + 1) * self.block_size) < request.num_prompt_tokens and hash_of(
             request.prompt[:end]
         ) in self.cache:
             num_blocks += 1
@@ -336,8 +351,8 @@ class MiniVllm:
             self._holders.update(request.blocks[0])
             for rank in self.ranks:
                 for layer in range(len(self.names)):
-                    self._compute(request, layer, num_blocks * TOKENS, rank)
-        return num_blocks * TOKENS
+                    self._compute(request, layer, num_blocks * self.block_size, rank)
+        return num_blocks * self.block_size
 
     def _group(self, layer: int) -> int:
         return next(at for at, layers in enumerate(self.kv.grouping) if layer in layers)
@@ -346,9 +361,9 @@ class MiniVllm:
 
     def _grow(self, request: Request, num_tokens: int, num_loaded: int = 0) -> tuple[list[int], ...] | None:
         """Gives the request blocks for so many tokens; none in front of the window, where they were loaded."""
-        num_blocks = -(-num_tokens // TOKENS)
+        num_blocks = -(-num_tokens // self.block_size)
         request.blocks = request.blocks or [[] for _ in self.kv.groups]
-        skipped = max(0, num_loaded - WINDOW + 1) // TOKENS
+        skipped = max(0, num_loaded - WINDOW + 1) // self.block_size
         nulls = [
             skipped if group.window and not ids else 0
             for group, ids in zip(self.kv.groups, request.blocks, strict=True)
@@ -374,8 +389,8 @@ class MiniVllm:
     def _remove_skipped(self, request: Request) -> None:
         """Gives back the blocks in front of the window of the token behind all computed ones. vLLM does so before the
         connector hears that the request is over (`Scheduler._connector_finished`)."""
-        ids = request.blocks[1] if self.kv is HYBRID and request.blocks else []
-        for place in range(min(len(ids), max(0, request.num_computed - WINDOW + 1) // TOKENS)):
+        ids = request.blocks[1] if self.is_hybrid and request.blocks else []
+        for place in range(min(len(ids), max(0, request.num_computed - WINDOW + 1) // self.block_size)):
             if ids[place]:
                 self.give_up([ids[place]])
                 ids[place] = 0
@@ -400,8 +415,10 @@ class MiniVllm:
     def _compute(self, request: Request, layer: int, count: int, rank: MiniRank) -> None:
         group = self._group(layer)
         for position in range(request.num_computed, request.num_computed + count):
-            block = request.blocks[group][position // TOKENS]
-            rank.layers[layer][block, :, position % TOKENS] = kv_of(request.prompt, position, layer)[rank.heads]
+            block = request.blocks[group][position // self.block_size]
+            rank.layers[layer][block, :, position % self.block_size] = kv_of(request.prompt, position, layer)[
+                rank.heads
+            ]
 
     def _loaded(self, request_id: str, *, is_failed: bool) -> None:
         if request_id in self.kept:  # it was aborted meanwhile
@@ -423,8 +440,8 @@ class MiniVllm:
             group = self._group(layer)
             end = request.num_computed
             for position in range(max(0, end - WINDOW + 1) if self.kv.groups[group].window else 0, end):
-                block = request.blocks[group][position // TOKENS]
-                found = rank.layers[layer][block, :, position % TOKENS]
+                block = request.blocks[group][position // self.block_size]
+                found = rank.layers[layer][block, :, position % self.block_size]
                 if block == 0 or not torch.equal(found, kv_of(request.prompt, position, layer)[rank.heads]):
                     where = f"rank {rank.index}, layer {layer}, token {position} of {end}"
                     request.wrong.append(f"{where}: {found.flatten().tolist()}")

@@ -41,19 +41,33 @@ NOTHING = SimpleNamespace(
 class World:
     """A prefiller and a decoder. `requests` are what was asked so far."""
 
-    def __init__(self, num_blocks: int = 60, kv: KvLayout = HYBRID, num_ranks: tuple[int, int] = (1, 1)) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 60,
+        kv: KvLayout = HYBRID,
+        num_ranks: tuple[int, int] = (1, 1),
+        pages: tuple[int, int] = (1, 1),
+    ) -> None:
         self.fabric = MockFabric()
         self.agents = [
             MockAgent(self.fabric, epoch_of_rank("prefiller", i) if i else "prefiller") for i in range(num_ranks[0])
         ]
         self.agent = self.agents[0]
         options: dict[str, Any] = {"num_blocks": num_blocks, "kv": kv}
-        self.prefiller = MiniVllm("prefiller", self.agents.__getitem__, sends=True, num_ranks=num_ranks[0], **options)
+        self.prefiller = MiniVllm(
+            "prefiller",
+            self.agents.__getitem__,
+            sends=True,
+            num_ranks=num_ranks[0],
+            pages_per_block=pages[0],
+            **options,
+        )
         self.decoder = MiniVllm(
             "decoder",
             lambda rank: MockAgent(self.fabric, f"decoder {rank}"),
             sends=False,
             num_ranks=num_ranks[1],
+            pages_per_block=pages[1],
             **options,
         )
 
@@ -107,8 +121,11 @@ class World:
 
 
 @contextmanager
-def new_world(kv: KvLayout = HYBRID, num_ranks: tuple[int, int] = (1, 1)) -> Iterator[World]:
-    world = World(kv=kv, num_ranks=num_ranks)
+def new_world(
+    kv: KvLayout = HYBRID, num_ranks: tuple[int, int] = (1, 1), pages: tuple[int, int] = (1, 1)
+) -> Iterator[World]:
+    """`pages` are those of a block of the prefiller and of the decoder."""
+    world = World(kv=kv, num_ranks=num_ranks, pages=pages)
     try:
         yield world
     finally:
@@ -126,6 +143,55 @@ def test_the_decoder_has_every_token_but_the_last(num_tokens: int) -> None:
         until(lambda: decoded.state == "over", world.step, "no answer")
         assert decoded.wrong == []
         assert not decoded.failed_load
+        world.check_all_free()
+
+
+UNLIKE = ((2, 1), (1, 2), (3, 1), (1, 4), (2, 3), (2, 2))
+"""The pages of a block of the prefiller and of the decoder."""
+
+
+@pytest.mark.parametrize("kv", [HYBRID, PLAIN], ids=["hybrid", "plain"])
+@pytest.mark.parametrize("pages", UNLIKE, ids=lambda pages: f"{pages[0]}to{pages[1]}")
+def test_blocks_of_unlike_sizes_carry_every_token_but_the_last(kv: KvLayout, pages: tuple[int, int]) -> None:
+    """At lengths around the borders of pages and of both engines' blocks, several chunks of computing to a block."""
+    borders = {TOKENS * count * times for count in (1, *pages, pages[0] * pages[1]) for times in (1, 2)}
+    lengths = {border + rest for border in borders for rest in (-1, 0, 1, 2)}
+    with new_world(kv, pages=pages) as world:
+        for num_tokens in sorted(length for length in lengths if 0 < length <= 34):
+            prefilled = world.prefill(world.prompt(num_tokens))
+            world.until_ready(prefilled)
+            decoded = world.decode(prefilled)
+            until(lambda: decoded.state == "over", world.step, "no answer")  # noqa: B023
+            assert decoded.wrong == [], f"{num_tokens} tokens"
+            assert not decoded.failed_load, f"{num_tokens} tokens"
+        world.check_all_free()
+
+
+def test_what_the_buffer_has_is_not_sent_again_by_a_prefiller_with_larger_blocks() -> None:
+    """A block's pages have names of their own, which are no names of whole blocks."""
+    with new_world(PLAIN, pages=(2, 1)) as world:
+        prompt, sent = world.prompt(26), []
+        world.decoder.remember(prompt, 26)
+
+        def land(write: MockWrite) -> Land:
+            sent.append(write.num_bytes)
+            return Land()
+
+        world.agent.script = land
+        for num_tokens, num_pages in ((18, 5), (26, 3)):  # four of the first five are of whole blocks
+            sent.clear()
+            prefilled = world.prefill(prompt[:num_tokens])
+            world.until_ready(prefilled)
+            assert prefilled.reply is not None
+            assert prefilled.reply.get("num_cached", 0) == 0
+            world.decoder.cache.clear()
+            decoded = world.decode(prefilled)
+            until(lambda: decoded.state == "over", world.step, "no answer")  # noqa: B023
+            assert decoded.wrong == []
+            assert not decoded.failed_load
+            assert sum(sent) // PLAIN.of_rank().page_bytes == num_pages
+            world.decoder.remember(prompt, 26)
+        world.decoder.cache.clear()
         world.check_all_free()
 
 
@@ -409,7 +475,7 @@ def test_whatever_happens_in_whatever_order_nothing_is_wrong_and_nothing_is_lost
     """Chunks of any size, writes that land late, aborts and preemptions at any moment, blocks reused and poisoned."""
     dice = random.Random(seed)
     random.seed(seed)
-    with new_world(num_ranks=num_ranks) as world:
+    with new_world(num_ranks=num_ranks, pages=((1, 1), (2, 1), (1, 2))[seed % 3]) as world:
         writes: list[MockWrite] = []
 
         def sometimes_late(write: MockWrite) -> Fate:
@@ -444,10 +510,10 @@ def test_whatever_happens_in_whatever_order_nothing_is_wrong_and_nothing_is_lost
             time.sleep(0.003)  # what the two sides tell each other takes a moment
         for agent in world.agents:
             agent.script = lambda write: Land()
-        for write in writes:
-            write.land()
 
         def rest() -> bool:
+            while writes:  # one may have been asked about just before
+                writes.pop().land()
             for one in prefilled:
                 if one.state == "over" and world.holding(one) is Holding.READY:  # as a proxy cancels it
                     world.decoder.inbox.release(one.kv_transfer_params["attempt"])  # type: ignore[union-attr]

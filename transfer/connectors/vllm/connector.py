@@ -29,7 +29,7 @@ from vllm.v1.request import RequestStatus
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
 from transfer.connectors.vllm.block_cache import BlockAnswers, BlockCache, is_published, publish
-from transfer.connectors.vllm.compat import check_version, transfer_results
+from transfer.connectors.vllm.compat import check_version, hash_block_size, release_of, transfer_results
 from transfer.connectors.vllm.kv_caches import KvCaches, packing_of
 from transfer.connectors.vllm.messages import StepOrders, StepReport
 from transfer.connectors.vllm.other_ranks import OtherRanks
@@ -116,13 +116,13 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._epoch = uuid.uuid4().hex
         parallel = vllm_config.parallel_config
         if role == KVConnectorRole.SCHEDULER:
-            caches = KvCaches(vllm_config, kv_cache_config, 0)
-            layout = caches.layout
+            caches = KvCaches(vllm_config, kv_cache_config, 0, self._settings.chunk_size)
             self._scheduler = SchedulerSide(
-                layout.chunk_size,
+                caches.block_size,
                 parallel.tensor_parallel_size,
-                layout.kv.groups,
-                names_pages=self._names_pages(kv_cache_config, layout.chunk_size),
+                caches.layout.kv.groups,
+                names_pages=self._names_pages(kv_cache_config, caches.block_size),
+                pages_per_block=caches.pages_per_block,
                 names=self._names,
             )
 
@@ -135,10 +135,12 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank = ranks.rank_in_group
         if ranks.world_size > 1:
             self._epoch = ranks.broadcast_object(self._epoch, src=0)
-        caches = KvCaches(self._vllm_config, self._kv_cache_config, rank)
+        caches = KvCaches(self._vllm_config, self._kv_cache_config, rank, self._settings.chunk_size)
         device = next(iter(kv_caches.values())).device
-        layout = caches.packed(packing_of(self._vllm_config, caches.layer_names, device))
-        memory = EngineMemory([kv_caches[name] for name in caches.layer_names], layout)
+        packing = packing_of(self._vllm_config, caches.layer_names, device)
+        layout, rows = caches.packed(packing), caches.rows(packing)
+        layers = [kv_caches[name] for name in caches.layer_names]
+        memory = EngineMemory(layers, layout, caches.pages_per_block, rows)
         identity = Identity(self._model_text(), layout)
         settings, received = self._settings, []
         if self._sends:
@@ -155,7 +157,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._thread.start()
         inbox: Inbox | None = None
         if self._receives:
-            inbox, buffer = self._open_inbox(ranks, identity, device)
+            inbox, buffer = self._open_inbox(ranks, identity, device, has_cache=caches.pages_per_block == 1)
             received = layer_views(buffer.pages, layout)
         self._worker = WorkerSide(layout, caches.layer_names, memory, plane=self._plane, inbox=inbox, received=received)
 
@@ -265,7 +267,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _names_pages(self, kv_cache_config: Any, block_size: int) -> bool:
         """Tells whether vLLM's block hashes name pages: it has them, one for each block, and there is one group."""
         has_hashes = bool(self._vllm_config.cache_config.enable_prefix_caching)
-        hash_size = kv_cache_config.hash_block_size or block_size
+        hash_size = hash_block_size(kv_cache_config, self._vllm_config)
         return has_hashes and hash_size == block_size and len(kv_cache_config.kv_cache_groups) == 1
 
     def _names(self) -> str:
@@ -273,8 +275,11 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         first = f"{self._vllm_config.cache_config.prefix_caching_hash_algo} ".encode() + kv_cache_utils.NONE_HASH
         return hashlib.sha256(first).hexdigest()[:16]
 
-    def _open_inbox(self, ranks: Any, identity: Identity, device: torch.device) -> tuple[Inbox, PagedBuffer]:
-        """Opens this rank's part of the PD buffer. On rank 0 it is over when all ranks have joined."""
+    def _open_inbox(
+        self, ranks: Any, identity: Identity, device: torch.device, *, has_cache: bool
+    ) -> tuple[Inbox, PagedBuffer]:
+        """Opens this rank's part of the PD buffer. On rank 0 it is over when all ranks have joined. `has_cache`: pages
+        have the names of vLLM's blocks, so that its prefix cache can be asked for them."""
         rank, size, others = ranks.rank_in_group, ranks.world_size, None
 
         def make() -> tuple[NixlAgent, PagedBuffer]:
@@ -294,7 +299,8 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             listener, path = listen_privately(socket.SOCK_STREAM, size)
             others = OtherRanks(listener, path, size)
             ranks.broadcast_object(path, src=0)
-        self._blocks = BlockCache(self._kv_transfer_config.engine_id)
+        if has_cache:  # vLLM knows whole blocks, and pages that are parts of one have other names
+            self._blocks = BlockCache(self._kv_transfer_config.engine_id)
         self._thread.receive(agent, buffer, identity, self._settings.receiver, self._blocks, others)
         return self._thread, buffer
 
@@ -307,12 +313,13 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._settings.kv_port + int(getattr(parallel, "data_parallel_index", 0) or 0)
 
     def _model_text(self) -> str:
-        """Returns the text by which two engines know that they have the same weights."""
+        """Returns the text by which two engines know that they have the same weights, and the same release of vLLM:
+        which bytes a block has is vLLM's own affair, and may change with it."""
         config = self._vllm_config.model_config
         members = {k: v for k, v in config.hf_config.to_dict().items() if k not in _IGNORED_IN_CONFIG}
         shape = hashlib.sha256(json.dumps(members, sort_keys=True, default=str).encode()).hexdigest()[:16]
         name = self._settings.model_name or Path(config.model).name
-        return f"{name} {config.quantization or 'plain'} {shape}"
+        return f"{name} {config.quantization or 'plain'} {shape} vLLM {release_of(vllm.__version__)}"
 
     def _facts(self, identity: Identity) -> Any:
         """Returns a function that makes the facts for the proxy."""

@@ -63,7 +63,7 @@ class _Incoming:
 
     attempt: str
     num_cached: int = 0
-    """Counts the blocks at the front that this vLLM had in its cache when the KV was sent."""
+    """Counts the pages at the front that this vLLM had in its cache when the KV was sent."""
     is_settled: bool = False
 
 
@@ -83,11 +83,12 @@ class SchedulerSide:
         groups: Sequence[PageGroup],
         *,
         names_pages: bool = False,
+        pages_per_block: int = 1,
         names: Callable[[], str] = str,
     ) -> None:
         """Takes `names_pages`, True where pages are known by vLLM's own block hashes, which hold LoRA, images and salt.
-        There is one page group then, and vLLM hashes its blocks. `names` returns a fingerprint of how it does that,
-        once it has been started."""
+        There is one page group then, and vLLM hashes its blocks. `block_size` is the tokens of a block of vLLM's.
+        `names` returns a fingerprint of how vLLM hashes, once it has been started."""
         self.pool: BlockPool | None = None
         """The pool that the blocks are of. vLLM has it after it has made the connector."""
         self._block_size = block_size
@@ -96,6 +97,8 @@ class SchedulerSide:
         self._names_pages = names_pages
         self._names = names
         self._strange_names: set[str] = set()
+        self._pages_per_block = pages_per_block
+        self._chunk_size = block_size // pages_per_block
         self._held: dict[str, list[int]] = {}
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, _Incoming] = {}
@@ -145,7 +148,7 @@ class SchedulerSide:
         if owner != request.request_id:  # one of several answers to one prompt: the others find its blocks cached
             return (None if owner in self._loading else 0), False
         num_missing = request.num_prompt_tokens - 1 - num_computed
-        if num_missing <= 0 or num_computed < incoming.num_cached * self._block_size:
+        if num_missing <= 0 or num_computed < incoming.num_cached * self._chunk_size:
             return 0, False  # in the second case vLLM has forgotten meanwhile what was not sent, and computes it again
         return num_missing, True
 
@@ -240,9 +243,11 @@ class SchedulerSide:
 
     def _keys(self, request: Any, attempt: str, num_tokens: int) -> tuple[bytes, ...]:
         """Returns the names of the prompt's pages. One that is not full has a name that nothing else has."""
-        hashes = [bytes(one) for one in request.block_hashes[: num_tokens // self._block_size]]
-        num_pages = -(-num_tokens // self._block_size)
-        return (*hashes, *(f"{attempt} {page}".encode() for page in range(len(hashes), num_pages)))
+        named = [bytes(one) for one in request.block_hashes[: num_tokens // self._block_size]]
+        if self._pages_per_block > 1:  # a name of two parts is no block's: only a page of a block cut alike has it
+            named = [one + piece.to_bytes(2, "big") for one in named for piece in range(self._pages_per_block)]
+        num_pages = -(-num_tokens // self._chunk_size)
+        return (*named, *(f"{attempt} {page}".encode() for page in range(len(named), num_pages)))
 
     def _compare_names(self, load: LoadParams) -> None:
         """Complains, once, of a prefiller whose names for blocks are not this vLLM's: nothing of it is found here."""

@@ -26,6 +26,12 @@ class ConnectorSettings(BaseModel):
     )
     receiver_port: int = Field(0, ge=0, le=65535, description="decoder: port of the receiver; 0 takes any free one")
     pd_buffer_size: int = Field(256 << 20, description="decoder: bytes per rank that prefillers may fill, e.g. 2GiB")
+    chunk_size: int | None = Field(
+        None,
+        ge=1,
+        description="tokens per page, the same on every prefiller and decoder: vLLM's block size (the default), or a "
+        "divisor of it",
+    )
     layer_by_layer: bool = Field(
         True,
         description="send layers while vLLM computes, for which it takes piecewise CUDA graphs alone; a decoder sends "

@@ -23,7 +23,7 @@ from transfer.dataplane.plane import DataPlane, PlanePush
 from transfer.errors import ReceiverLost, TransferError
 from transfer.memory.engine_memory import EngineMemory
 from transfer.memory.views import LayerViews
-from transfer.plan.blocks import page_table
+from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.layout import RankLayout
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ class _Sending:
 
 @dataclass(slots=True)
 class _Filling:
-    """The blocks of one request that become complete in the step under way: per page group, ordinals and blocks."""
+    """The pages of one request that become complete in the step under way: per page group, their ordinals, and where
+    they are in vLLM's memory."""
 
     push: PlanePush
     pages: list[tuple[list[int], list[int]]]
@@ -227,16 +228,26 @@ class WorkerSide:
             return None
         pages = []
         for group, blocks in enumerate(fill.block_ids):
-            ordinals = [push.table.ordinal(group, fill.first_block + i) for i in range(len(blocks))]
-            kept = [(ordinal, block) for ordinal, block in zip(ordinals, blocks, strict=True) if ordinal is not None]
-            pages.append(([ordinal for ordinal, _ in kept], [block for _, block in kept]))
+            kept = self._pages_of(push.table, group, fill.first_block, blocks)
+            pages.append(([ordinal for ordinal, _ in kept], [page for _, page in kept]))
         return _Filling(push, pages, fill.is_last)
+
+    def _pages_of(self, table: PageTable, group: int, first: int, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns the pages that a prompt has in these blocks, the first of which is its block `first`: ordinals, and
+        where they are in vLLM's memory."""
+        count, num_pages, kept = self._memory.pages_per_block, table.num_blocks, []
+        for at, block in enumerate(blocks, first):
+            end = min((at + 1) * count, num_pages)  # the last block may be longer than the prompt
+            for page in range(at * count, max(end, at * count + 1)):
+                if (ordinal := table.ordinal(group, page)) is not None:
+                    kept.append((ordinal, block * count + page % count))
+        return kept
 
     def _send(self, group: int, position: int, after: Event | None) -> None:
         for filling in self._filling:
-            ordinals, blocks = filling.pages[group]
+            ordinals, pages = filling.pages[group]
             if ordinals and filling.push.failure is None:
-                filling.push.pages_filled(ordinals, blocks, position, position + 1, after=after)
+                filling.push.pages_filled(ordinals, pages, position, position + 1, after=after)
 
     def _now(self) -> Event | None:
         """Returns an event behind all that the device was given so far; None where nothing is under way on return."""
@@ -265,23 +276,19 @@ class WorkerSide:
             self._stream.wait_stream(torch.cuda.current_stream())  # which may still be reading what was in the blocks
         with torch.cuda.stream(self._stream) if self._is_cuda else torch.no_grad():
             for group, blocks in enumerate(load.block_ids):
-                ordinals = [table.ordinal(group, load.first_block + i) for i in range(len(blocks))]
-                pairs = [
-                    (pages[o - load.num_cached], block)
-                    for o, block in zip(ordinals, blocks, strict=True)
-                    if o is not None and block
-                ]
+                found = self._pages_of(table, group, load.first_block, blocks)
+                first = self._memory.pages_per_block  # those before are the null block's
+                pairs = [(pages[o - load.num_cached], page) for o, page in found if page >= first]
                 if not pairs:
                     continue
                 theirs, ours = self._on_device(pairs)
                 for index in self._layout.groups[group].layers:
-                    target, views = self._memory.layers[index], self._received[index]
-                    assert target is not None
+                    views = self._received[index]
                     assert views is not None
-                    source, target = views.keys.view(torch.uint8), target.view(torch.uint8)
+                    source = views.keys.view(torch.uint8).flatten(2)
                     step = max(1, PIECE_BYTES // source[0].numel())
                     for some, here in zip(torch.split(theirs, step), torch.split(ours, step), strict=True):
-                        target.index_copy_(0, here, source.index_select(0, some))
+                        self._memory.put(index, here, source.index_select(0, some))
             return self._now()
 
     def _on_device(self, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
