@@ -196,3 +196,31 @@ async def test_the_longest_prompt_is_served_and_a_receiver_that_is_not_there_is_
         reply = (await two.client.post(f"{two.sender.url}/v1/completions", json=raw)).json()
         assert reply["kv_transfer_params"]["failure"]
         await two.all_is_free()
+
+
+async def test_kv_of_another_prompt_is_not_read(using: Fleet, say: Callable[[str], None]) -> None:
+    """One token of 200 is another one. The proxy would try again; here nobody does."""
+    prompt = ids(random.Random(SEED), 200)
+    other = [*prompt[:100], prompt[100] % 90 + 1, *prompt[101:]]
+    assert other != prompt
+    async with pair(using) as two:
+        receivers = (await two.receiver.buffer())["receivers"]
+
+        async def handed_over(attempt: str) -> dict[str, Any]:
+            params = {"attempt": attempt, "receivers": receivers, "timeout_s": 20.0}
+            return await ask(two.sender, prompt, params)
+
+        async def ask(engine: Engine, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+            raw = body("p", prompt=prompt, max_tokens=1) | {"model": MODEL, "kv_transfer_params": params}
+            reply = await two.client.post(f"{engine.url}/v1/completions", json=raw)
+            return {"status": reply.status_code} | reply.json()
+
+        expected = await handed_over("planted")
+        wrong = await ask(two.receiver, other, expected["kv_transfer_params"])
+        say(f"KV of another prompt: {str(wrong)[:200]}")
+        assert wrong["status"] == 500
+        await two.all_is_free()
+        right = await ask(two.receiver, prompt, (await handed_over("good"))["kv_transfer_params"])
+        assert right["status"] == 200
+        assert right["choices"][0]["text"] == expected["choices"][0]["text"]
+        await two.all_is_free()

@@ -53,6 +53,11 @@ class Request:
     kv_transfer_params: dict[str, Any] | None
     reads_cache: bool = True
     """Is False where it asks for the prompt's logprobs: then vLLM asks the connector, and ignores what it says."""
+    lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    cache_salt: str | None = None
+    prompt_embeds: torch.Tensor | None = None
+    prompt_is_token_ids: list[bool] | None = None
     num_computed: int = 0
     state: str = "waiting"
     blocks: list[list[int]] = field(default_factory=list)
@@ -63,6 +68,10 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.prompt
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -107,7 +116,7 @@ class MiniVllm:
             config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=20.0)
             self.inbox.receive(make_agent(), self.buffer, identity, config, self if kv is PLAIN else None)
             received = layer_views(self.buffer.pages, layout)
-        self.scheduler = SchedulerSide(TOKENS, 1, layout.kv.groups, names_pages=kv is PLAIN)
+        self.scheduler = SchedulerSide(TOKENS, 1, layout.kv.groups, names_pages=kv is PLAIN, input_namer="mini")
         self.scheduler.pool = self
         self.worker = WorkerSide(layout, self.names, memory, plane=self.plane, inbox=self.inbox, received=received)
         self.free = list(range(1, num_blocks))

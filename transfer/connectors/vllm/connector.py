@@ -106,6 +106,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 parallel.tensor_parallel_size,
                 layout.kv.groups,
                 names_pages=self._names_pages(kv_cache_config, layout.chunk_size),
+                input_namer=self._input_namer(),
             )
 
     # ── in the worker ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,6 +241,15 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         has_hashes = bool(self._vllm_config.cache_config.enable_prefix_caching)
         hash_size = kv_cache_config.hash_block_size or block_size
         return has_hashes and hash_size == block_size and len(kv_cache_config.kv_cache_groups) == 1
+
+    def _input_namer(self) -> str:
+        """Returns what vLLM puts into the names of images and other inputs besides what they are. It is empty where
+        vLLM numbers them by request, because it caches nothing by name."""
+        model = self._vllm_config.model_config
+        inputs = model.multimodal_config
+        if inputs is None or not (inputs.mm_processor_cache_gb or self._vllm_config.cache_config.enable_prefix_caching):
+            return ""
+        return f"{inputs.mm_hasher_algorithm} {model.model}"
 
     def _is_well(self) -> bool:
         is_broken = self._worker is not None and self._worker.is_broken

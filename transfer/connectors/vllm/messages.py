@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from transfer.connectors.vllm.prompt_digest import PromptDigest
 from transfer.wire import Name, PushParams
 
 
@@ -24,6 +25,8 @@ class LoadParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """True where the failure is that the decoder's receiver does not answer."""
     num_cached: int = 0
     """Counts the first pages that were not sent, because the decoder's vLLM had them in its own cache."""
+    prompt: PromptDigest | None = None
+    """The prompt whose KV it is. None where the prefiller does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class Load:
     """The blocks' numbers, one list per page group. 0 is vLLM's null block, which nobody reads."""
     num_cached: int = 0
     """Counts the first pages of the prompt that were not sent. They lie before `first_block`."""
+    failure: str | None = None
+    """Why nothing is to be copied, where the load has failed before it began."""
 
 
 @dataclass(slots=True)

@@ -2,8 +2,8 @@
 
 What must hold: a prompt is not computed before all its pages are reserved at the decoder; a block of it is ordered to
 be sent once, in the step that completes it; and blocks of a request that has an open push are not given back before
-every worker has said that its writes have ended. A violation would be seen as a page that never arrives, or as bytes of
-another request in one that does.
+every worker has said that its writes have ended; and KV of another prompt than the request's own is not loaded. A
+violation would be seen as a page that never arrives, or as bytes of another request in one that does.
 
 It knows vLLM's requests and outputs by the attributes it reads, and imports nothing of vLLM.
 """
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from transfer.connectors.vllm.messages import Fill, Load, LoadParams, OpenPush, StepOrders, StepReport
+from transfer.connectors.vllm.prompt_digest import prompt_digest
 from transfer.geometry import PageGroup
 from transfer.wire import PushParams
 
@@ -64,6 +65,8 @@ class _Incoming:
     attempt: str
     num_cached: int = 0
     """Counts the blocks at the front that this vLLM had in its cache when the KV was sent."""
+    failure: str | None = None
+    """Why its KV must not be loaded."""
     is_settled: bool = False
 
 
@@ -76,16 +79,24 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, block_size: int, num_workers: int, groups: Sequence[PageGroup], *, names_pages: bool = False
+        self,
+        block_size: int,
+        num_workers: int,
+        groups: Sequence[PageGroup],
+        *,
+        names_pages: bool = False,
+        input_namer: str = "",
     ) -> None:
         """Takes `names_pages`, True where pages are known by vLLM's own block hashes, which hold LoRA, images and salt.
-        There is one page group then, and vLLM hashes its blocks."""
+        There is one page group then, and vLLM hashes its blocks. `input_namer` tells how this engine names images and
+        other inputs (see `prompt_digest`)."""
         self.pool: BlockPool | None = None
         """The pool that the blocks are of. vLLM has it after it has made the connector."""
         self._block_size = block_size
         self._num_workers = num_workers
         self._groups = groups
         self._names_pages = names_pages
+        self._input_namer = input_namer
         self._held: dict[str, list[int]] = {}
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, _Incoming] = {}
@@ -115,7 +126,8 @@ class SchedulerSide:
                 self._orders.opens.append(OpenPush(request.request_id, push, num_tokens, keys))
             else:
                 load = msgspec.convert(params, LoadParams)
-                self._incoming[request.request_id] = _Incoming(load.attempt, load.num_cached)
+                failure = self._mismatch(request, load)
+                self._incoming[request.request_id] = _Incoming(load.attempt, load.num_cached, failure)
         except msgspec.ValidationError as error:
             log.error("request %s: kv_transfer_params are not understood: %s", request.request_id, error)
 
@@ -153,7 +165,9 @@ class SchedulerSide:
         num_tokens = request.num_prompt_tokens - 1
         first, end = (num_tokens - num_external) // self._block_size, -(-num_tokens // self._block_size)
         blocks = tuple(list(ids[first:end]) for ids in block_ids)
-        load = Load(request.request_id, incoming.attempt, num_tokens, first, blocks, incoming.num_cached)
+        load = Load(
+            request.request_id, incoming.attempt, num_tokens, first, blocks, incoming.num_cached, incoming.failure
+        )
         self._orders.loads.append(load)
         self._loading[request.request_id] = incoming.attempt
 
@@ -221,10 +235,20 @@ class SchedulerSide:
             failure=outgoing.failure,
             is_receiver_lost=outgoing.is_receiver_lost,
             num_cached=outgoing.num_cached,
+            prompt=prompt_digest(request, self._input_namer) if is_whole and outgoing.failure is None else None,
         )
         return True, msgspec.to_builtins(params) if is_whole else None
 
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _mismatch(self, request: Any, load: LoadParams) -> str | None:
+        """Returns why the KV is not that of the request's prompt, or None where it is, or nobody says what it is of."""
+        if load.prompt is None:
+            return None
+        differences = load.prompt.differences(prompt_digest(request, self._input_namer))
+        if not differences:
+            return None
+        return f"it is the KV of another prompt: {' and '.join(differences)} of prefiller and decoder differ"
 
     def _keys(self, request: Any, attempt: str, num_tokens: int) -> tuple[bytes, ...]:
         """Returns the names of the prompt's pages. One that is not full has a name that nothing else has."""

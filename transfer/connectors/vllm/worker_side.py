@@ -20,7 +20,7 @@ import torch
 from transfer.agents.base import Event
 from transfer.connectors.vllm.messages import Fill, Load, OpenPush, StepOrders, StepReport
 from transfer.dataplane.plane import DataPlane, PlanePush
-from transfer.errors import ReceiverLost, TransferError
+from transfer.errors import AttemptLost, ReceiverLost, TransferError
 from transfer.memory.engine_memory import EngineMemory
 from transfer.memory.views import LayerViews
 from transfer.plan.blocks import page_table
@@ -251,6 +251,8 @@ class WorkerSide:
         try:
             if self._inbox is None:
                 raise TransferError("this engine is a prefiller: its kv_role has to be kv_consumer or kv_both")
+            if load.failure is not None:
+                raise AttemptLost(load.failure)
             self._copying.append(_Copying(load, self._copy(load, self._inbox.take(load.attempt, load.num_tokens))))
         except TransferError as error:
             log.warning("request %s: attempt %s cannot be loaded: %s", load.request_id, load.attempt, error)
