@@ -28,9 +28,11 @@ from transfer.connectors.vllm.block_cache import BlockCache, publish
 from transfer.connectors.vllm.compat import check_version, transfer_results
 from transfer.connectors.vllm.kv_caches import KvCaches, packing_of
 from transfer.connectors.vllm.messages import StepOrders, StepReport
+from transfer.connectors.vllm.metrics import PdproxyMetrics, PdproxyStats
 from transfer.connectors.vllm.receiver_thread import ReceiverThread
 from transfer.connectors.vllm.scheduler_side import SchedulerSide
 from transfer.connectors.vllm.settings import ConnectorSettings
+from transfer.connectors.vllm.transfer_statistics import TransferStatistics
 from transfer.connectors.vllm.worker_side import WorkerSide
 from transfer.dataplane.in_process import InProcess
 from transfer.dataplane.plane import DataPlane
@@ -94,6 +96,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._plane: DataPlane | None = None
         self._thread: ReceiverThread | None = None
         self._orders = StepOrders()
+        self._pages_told: dict[str, int] = {}
         self._epoch = uuid.uuid4().hex
         parallel = vllm_config.parallel_config
         if self._receives and parallel.tensor_parallel_size > 1:
@@ -178,6 +181,28 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = None if self._worker is None else self._worker.take_report()
         return None if report is None else _WorkerMetadata(report)
+
+    def get_kv_connector_stats(self) -> PdproxyStats | None:
+        """Returns what was counted since the last step. A worker returns the buffer's pages, where they have
+        changed."""
+        if self._scheduler is not None:
+            statistics = self._scheduler.take_statistics()
+            return None if statistics is None else PdproxyStats.of(statistics)
+        pages = {} if self._thread is None else self._thread.pages
+        if pages == self._pages_told:
+            return None
+        self._pages_told = pages
+        return PdproxyStats.of(TransferStatistics(pages=pages))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PdproxyStats:
+        return PdproxyStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> PdproxyMetrics:
+        return PdproxyMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from transfer.connectors.vllm.prompt_digest import PromptDigest
+from transfer.connectors.vllm.transfer_statistics import Pushed
 from transfer.wire import Name, PushParams
 
 
@@ -103,9 +104,14 @@ class StepReport:
     """The requests in `failed` whose decoder's receiver does not answer."""
     is_broken: bool = False
     """True where a worker's data plane is over."""
+    pushed: dict[str, Pushed] = field(default_factory=dict)
+    """How the pushes have gone that are over: each worker says so in the step in which it gives a request's blocks
+    back."""
+    failed_loads: dict[str, str] = field(default_factory=dict)
+    """The requests whose load has failed, and the kind of the failure."""
 
     def __bool__(self) -> bool:
-        return bool(self.granted or self.failed or self.is_broken)
+        return bool(self.granted or self.failed or self.is_broken or self.pushed or self.failed_loads)
 
     def add(self, other: StepReport) -> None:
         """Adds what another worker says."""
@@ -114,3 +120,6 @@ class StepReport:
         self.failed = other.failed | self.failed
         self.unanswered |= other.unanswered
         self.is_broken = self.is_broken or other.is_broken
+        self.failed_loads |= other.failed_loads
+        for request_id, pushed in other.pushed.items():
+            self.pushed.setdefault(request_id, Pushed()).add(pushed)

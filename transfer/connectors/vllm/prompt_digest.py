@@ -21,8 +21,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class PromptDigest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A `PromptDigest` has a digest of each thing that the KV of a prompt depends on. A digest is empty where the prompt has
-    no such thing."""
+    """A `PromptDigest` has a digest of each thing that the KV of a prompt depends on. A digest is empty where the
+    prompt has no such thing."""
 
     num_tokens: Count
     tokens: Name = ""

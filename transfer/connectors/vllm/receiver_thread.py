@@ -19,6 +19,7 @@ import zmq
 from transfer import wire
 from transfer.agents.base import TransferAgent, close_agent
 from transfer.connectors.vllm.facts import facts_app
+from transfer.connectors.vllm.transfer_statistics import PAGES
 from transfer.errors import AttemptLost, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.engine_cache import EngineCache
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 START_TIMEOUT_S = 60.0
 """The longest time, in seconds, that the start of the thread may take."""
+PAGES_INTERVAL_S = 0.5
+"""The seconds between two looks at the buffer's pages, for the statistics."""
 
 
 class ReceiverThread:
@@ -37,7 +40,7 @@ class ReceiverThread:
 
     Methods may be called from any other thread. They wait for the event loop, which has little to do.
 
-    Mutable state: `_receiver`, which belongs to the loop; `_server` and `_loop`, set once at the start.
+    Mutable state: `_receiver`, which belongs to the loop; `_server` and `_loop`, set once at the start; `pages`.
     """
 
     def __init__(
@@ -52,6 +55,9 @@ class ReceiverThread:
         self._host = host
         self._port = port
         self._receiver: Receiver | None = None
+        self.pages: dict[str, int] = {}
+        """Counts the buffer's pages by state, as they were at most `PAGES_INTERVAL_S` ago. It is replaced, and never
+        changed, so any thread may read it."""
         self._close_agent: Callable[[], None] = lambda: None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
@@ -85,6 +91,7 @@ class ReceiverThread:
                 where = f"port {config.port} on {config.host}"
                 raise TransferError(f"{where} cannot be had ({error}); choose another receiver_port or host") from None
             self._receiver = receiver
+            self._look_at_pages()
 
         self._do(receive(), START_TIMEOUT_S)
 
@@ -144,13 +151,26 @@ class ReceiverThread:
         async def call() -> T:
             if self._receiver is None:
                 raise TransferError("this engine is a prefiller: nothing can be received here")
-            return work(self._receiver)
+            try:
+                return work(self._receiver)
+            finally:
+                self._count_pages()
 
         return self._do(call(), None)
 
     def _do(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         return future.result(timeout_s)
+
+    def _look_at_pages(self) -> None:
+        self._count_pages()
+        self._loop.call_later(PAGES_INTERVAL_S, self._look_at_pages)
+
+    def _count_pages(self) -> None:
+        if self._receiver is not None:
+            pages = self._receiver.reservations
+            counts = pages.num_free, pages.num_reserved, pages.num_quarantined
+            self.pages = dict(zip(PAGES, counts, strict=True))
 
     async def _serve(self) -> None:
         app = facts_app(self)

@@ -20,6 +20,7 @@ import msgspec
 
 from transfer.connectors.vllm.messages import Fill, Load, LoadParams, OpenPush, StepOrders, StepReport
 from transfer.connectors.vllm.prompt_digest import prompt_digest
+from transfer.connectors.vllm.transfer_statistics import Pushed, TransferStatistics
 from transfer.geometry import PageGroup
 from transfer.wire import PushParams
 
@@ -53,6 +54,8 @@ class _Outgoing:
     failure: str | None = None
     is_receiver_lost: bool = False
     """True where it has failed because the decoder's receiver does not answer."""
+    failure_kind: str | None = None
+    """The kind of a failure that was found here and not by a worker."""
     num_blocks_sent: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
     """All blocks so far, per page group, by their place in the prompt."""
@@ -76,6 +79,9 @@ class SchedulerSide:
     Mutable state: `_outgoing` and `_incoming`, by request; `_loading`, the requests whose load was ordered and is not
     over; `_claimed`, the attempts that some request has loaded, is loading or has no use for; `_held`, blocks of
     windowed groups that are being sent, by request; `_orders`, for the next step; `pool`, which is set once.
+
+    And for the statistics: `_pushed`, what the workers have said of requests of which some worker has not spoken yet;
+    `_kinds`, why requests failed here, until then; `_load_failures`, by request; `_statistics`.
     """
 
     def __init__(
@@ -103,6 +109,10 @@ class SchedulerSide:
         self._loading: dict[str, str] = {}
         self._claimed: OrderedDict[str, str] = OrderedDict()
         self._orders = StepOrders()
+        self._pushed: dict[str, Pushed] = {}
+        self._kinds: dict[str, str | None] = {}
+        self._load_failures: dict[str, str] = {}
+        self._statistics = TransferStatistics()
 
     def __repr__(self) -> str:
         return f"<SchedulerSide {len(self._outgoing)} outgoing, {len(self._incoming)} incoming>"
@@ -197,10 +207,16 @@ class SchedulerSide:
         self, report: StepReport | None, finished_loads: Sequence[str], finished_sends: Sequence[str] = ()
     ) -> None:
         """Notes what the workers report, which loads are over, and of which requests nothing is being sent any more."""
+        if report is not None:
+            self._load_failures |= report.failed_loads
+            for request_id, pushed in report.pushed.items():
+                self._pushed.setdefault(request_id, Pushed()).add(pushed)
         for request_id in finished_loads:
             self._loading.pop(request_id, None)
+            self._statistics.count_load(self._load_failures.pop(request_id, None))
         for request_id in finished_sends:
             self._give_up(request_id)
+            self._statistics.count_push(self._pushed.pop(request_id, Pushed()), self._kinds.pop(request_id, None))
         if report is None:
             return
         self._orders.is_broken = self._orders.is_broken or report.is_broken
@@ -213,6 +229,11 @@ class SchedulerSide:
                 log.warning("request %s: attempt %s failed: %s", request_id, outgoing.params.attempt, reason)
                 outgoing.is_receiver_lost = request_id in report.unanswered
                 self._fail(request_id, outgoing, reason)  # on the other workers, too
+
+    def take_statistics(self) -> TransferStatistics | None:
+        """Returns what was counted since this was called last, or None."""
+        taken, self._statistics = self._statistics, TransferStatistics()
+        return taken if taken.has_events else None
 
     # ── when a request is over ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -229,7 +250,8 @@ class SchedulerSide:
             return False, None
         num_blocks = -(-outgoing.num_tokens // self._block_size)
         if outgoing.failure is None and (not is_whole or outgoing.num_blocks_sent < num_blocks):
-            self._fail(request_id, outgoing, "the prefiller has given the request up")
+            self._fail(request_id, outgoing, "the prefiller has given the request up", "given_up")
+        self._kinds[request_id] = outgoing.failure_kind
         params = LoadParams(
             attempt=outgoing.params.attempt,
             failure=outgoing.failure,
@@ -262,7 +284,12 @@ class SchedulerSide:
             return
         if outgoing.num_granted < self._num_workers:
             # vLLM asks `num_matched`, and ignores what it says where a request must not read from a cache.
-            self._fail(request_id, outgoing, "vLLM computes prompts with prompt_logprobs without waiting for a decoder")
+            self._fail(
+                request_id,
+                outgoing,
+                "vLLM computes prompts with prompt_logprobs without waiting for a decoder",
+                "not_awaited",
+            )
             return
         first, num_blocks = outgoing.num_blocks_sent, -(-outgoing.num_tokens // self._block_size)
         end = num_blocks if num_computed >= outgoing.num_tokens else num_computed // self._block_size
@@ -297,10 +324,10 @@ class SchedulerSide:
         self._give_up(request_id)
         outgoing = self._outgoing.get(request_id)
         if outgoing is not None and outgoing.failure is None:
-            self._fail(request_id, outgoing, "vLLM has preempted the request")
+            self._fail(request_id, outgoing, "vLLM has preempted the request", "preempted")
 
-    def _fail(self, request_id: str, outgoing: _Outgoing, reason: str) -> None:
-        outgoing.failure = reason
+    def _fail(self, request_id: str, outgoing: _Outgoing, reason: str, kind: str | None = None) -> None:
+        outgoing.failure, outgoing.failure_kind = reason, kind
         self._orders.aborts[request_id] = reason
 
     def _forget_incoming(self, request_id: str) -> None:
