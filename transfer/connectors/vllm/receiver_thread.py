@@ -9,16 +9,14 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
-import uvicorn
 import zmq
 
 from transfer import wire
 from transfer.agents.base import TransferAgent, close_agent
-from transfer.connectors.vllm.facts import facts_app
+from transfer.connectors.vllm.facts import FactsServer, facts_app
 from transfer.connectors.vllm.transfer_statistics import PAGES
 from transfer.errors import AttemptLost, TransferError
 from transfer.memory.buffer import PagedBuffer
@@ -61,7 +59,7 @@ class ReceiverThread:
         self._close_agent: Callable[[], None] = lambda: None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
-        self._server: uvicorn.Server | None = None
+        self._server: FactsServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -173,18 +171,7 @@ class ReceiverThread:
             self.pages = dict(zip(PAGES, counts, strict=True))
 
     async def _serve(self) -> None:
-        app = facts_app(self)
-        config = uvicorn.Config(
-            app,
-            host=self._host,
-            port=self._port,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=1,
-            lifespan="off",
-        )
-        self._server = _Server(config)
+        self._server = FactsServer(facts_app(self), self._host, self._port)
         # Bound here: where uvicorn cannot have a port it ends the thread, and who waits for the start waits on.
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._bound()]))
         while not self._server.started:
@@ -225,11 +212,3 @@ class ReceiverThread:
     def sender_ended(self, epoch: str) -> bool:
         """Notes that a prefiller's process has ended. See `Receiver.sender_ended`."""
         return self._receiver is None or self._receiver.sender_ended(epoch)
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves the process's signals alone: they are vLLM's."""
-
-    def capture_signals(self) -> Any:
-        """Captures none."""
-        return nullcontext()
