@@ -86,13 +86,15 @@ async def serving(fleet: Fleet, prefill: Sequence[str], decode: Sequence[str], *
 
 
 @contextlib.asynccontextmanager
-async def serving_ours(fleet: Fleet, to_sender: str, to_receiver: str, *options: str) -> AsyncIterator[Proxy]:
-    """The same in front of the two engines with our own connector."""
+async def serving_ours(
+    fleet: Fleet, to_sender: str, to_receiver: str, *options: str, kv_port: int | None = None
+) -> AsyncIterator[Proxy]:
+    """The same in front of the two engines with our own connector. `kv_port` stands for the receiver's."""
     table = '[[instances]]\nname = "{0}"\nrole = "{1}"\nurl = "{2}"\nkv_port = {3}\nengine = "vllm_transfer"\n'
     file = fleet.folder / f"proxy-{next(_numbers)}.toml"
     file.write_text(
         table.format("sender", "prefill", to_sender, fleet["sender"].kv_port)
-        + table.format("receiver", "decode", to_receiver, fleet["receiver"].kv_port)
+        + table.format("receiver", "decode", to_receiver, kv_port or fleet["receiver"].kv_port)
     )
     async with _serving(fleet, "--config", str(file), *options) as proxy:
         yield proxy

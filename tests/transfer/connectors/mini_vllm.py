@@ -90,6 +90,7 @@ class MiniVllm:
         sends: bool,
         num_blocks: int,
         kv: KvLayout = HYBRID,
+        device: str = "cpu",
     ) -> None:
         self.name = name
         self.kv = kv
@@ -98,7 +99,7 @@ class MiniVllm:
         """The decoder's prefix cache: block hash → the block's tokens."""
         layout = kv.of_rank()
         # Two tensors, each shared by a layer of every group, as vLLM lays a hybrid model out.
-        first, second = torch.full((2, num_blocks, HEADS, TOKENS, CONTENT), POISON).unbind(0)
+        first, second = torch.full((2, num_blocks, HEADS, TOKENS, CONTENT), POISON, device=device).unbind(0)
         self.layers = [first, first, second, second] if kv is HYBRID else [first, second]
         self.memory = memory = EngineMemory(self.layers, layout)
         identity = Identity("mini", layout)
@@ -112,7 +113,7 @@ class MiniVllm:
         else:
             self.inbox = ReceiverThread(no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
             self.inbox.start()
-            self.buffer = PagedBuffer(16, layout.page_bytes)
+            self.buffer = PagedBuffer(16, layout.page_bytes, torch.device(device))
             config = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=20.0)
             self.inbox.receive(make_agent(), self.buffer, identity, config, self if kv is PLAIN else None)
             received = layer_views(self.buffer.pages, layout)
@@ -349,7 +350,7 @@ class MiniVllm:
             end = request.num_computed
             for position in range(max(0, end - WINDOW + 1) if self.kv.groups[group].window else 0, end):
                 block = request.blocks[group][position // TOKENS]
-                found = self.layers[layer][block, :, position % TOKENS]
+                found = self.layers[layer][block, :, position % TOKENS].cpu()
                 if block == 0 or not torch.equal(found, kv_of(request.prompt, position, layer)):
                     request.wrong.append(f"layer {layer}, token {position} of {end}: {found.flatten().tolist()}")
 
