@@ -68,7 +68,7 @@ class Load:
     num_cached: int = 0
     """Counts the first pages of the prompt that were not sent. They lie before `first_block`."""
     failure: str | None = None
-    """Why nothing is to be copied, where the load has failed before it began."""
+    """The reason why nothing is to be copied, where the load has failed before it began."""
 
 
 @dataclass(slots=True)
@@ -105,8 +105,8 @@ class StepReport:
     is_broken: bool = False
     """True where a worker's data plane is over."""
     pushed: dict[str, Pushed] = field(default_factory=dict)
-    """How the pushes have gone that are over: each worker says so in the step in which it gives a request's blocks
-    back."""
+    """The outcomes of the pushes that are over, by request. Each worker tells one in the step in which it gives the
+    request's blocks back."""
     failed_loads: dict[str, str] = field(default_factory=dict)
     """The requests whose load has failed, and the kind of the failure."""
 

@@ -26,19 +26,19 @@ class PromptDigest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     num_tokens: Count
     tokens: Name = ""
-    """Of the ids, all but the last, which the decoder computes itself."""
+    """A digest of the ids, all but the last, which the decoder computes itself."""
     embeddings: Name = ""
-    """Of the vectors that a client gave instead of tokens, and the places that have them."""
+    """A digest of the vectors that a client gave instead of tokens, and of the places that have them."""
     adapter: Name = ""
-    """Of the LoRA adapter's name."""
+    """A digest of the LoRA adapter's name."""
     places: Name = ""
-    """Of the places of multimodal inputs: kind, offset and length of each."""
+    """A digest of the places of multimodal inputs: kind, offset and length of each."""
     inputs: Name = ""
-    """Of the identifiers of multimodal inputs. They are compared only where `namer` is equal on both sides."""
+    """A digest of the identifiers of multimodal inputs. They are compared only where `namer` is equal on both sides."""
     namer: Name = ""
     """Tells how the engine makes those identifiers."""
     salt: Name = ""
-    """Of the salt that keeps one client's KV from others."""
+    """A digest of the salt that keeps one client's KV from others."""
 
     def differences(self, here: PromptDigest) -> list[str]:
         """Returns what is unequal in the prompt `here`, in words for a log."""

@@ -69,7 +69,7 @@ class _Incoming:
     num_cached: int = 0
     """Counts the blocks at the front that this vLLM had in its cache when the KV was sent."""
     failure: str | None = None
-    """Why its KV must not be loaded."""
+    """The reason why its KV must not be loaded."""
     is_settled: bool = False
 
 

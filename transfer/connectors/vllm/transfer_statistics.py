@@ -1,4 +1,4 @@
-"""What is counted of this engine's part of the transfer, for vLLM's ``/metrics`` (see `metrics`).
+"""The counts of this engine's part of the transfer, for vLLM's ``/metrics`` (see `metrics`).
 
 Each rank says when its part of a push is over. The scheduler's half adds the ranks up, and counts a push once, when all
 of them have said so: bytes are a sum, and a wait is that of the slowest.

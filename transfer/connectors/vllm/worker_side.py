@@ -35,7 +35,7 @@ PIECE_BYTES = 64 << 20
 """The most bytes, but for one page's, that a load takes of the device's memory beside vLLM's own while it copies."""
 
 _LOST = AttemptLost, IllegalTransition
-"""What is raised for KV that is not there (any more)."""
+"""The errors that are raised for KV that is not there (any more)."""
 
 
 class Inbox(Protocol):
@@ -60,11 +60,11 @@ class _Sending:
     is_awaited: bool = False
     """True once vLLM keeps its blocks until it is reported."""
     fault: TransferError | None = None
-    """Why it could not be begun."""
+    """The reason why it could not be begun."""
     opened_at: float = field(default_factory=time.monotonic)
     granted_at: float | None = None
     computed_at: float | None = None
-    """When all of the prompt's layers were given to the device. These times are read from `time.monotonic`."""
+    """The time when all of the prompt's layers were given to the device, on `time.monotonic` as the others."""
     ended_at: float | None = None
 
     def __post_init__(self) -> None:
