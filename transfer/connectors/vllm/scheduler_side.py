@@ -232,8 +232,10 @@ class SchedulerSide:
 
     def take_statistics(self) -> TransferStatistics | None:
         """Returns what was counted since this was called last, or None."""
+        if not self._statistics.has_events:
+            return None
         taken, self._statistics = self._statistics, TransferStatistics()
-        return taken if taken.has_events else None
+        return taken
 
     # ── when a request is over ──────────────────────────────────────────────────────────────────────────────────────
 
