@@ -274,7 +274,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         inputs = model.multimodal_config
         if inputs is None or not (inputs.mm_processor_cache_gb or self._vllm_config.cache_config.enable_prefix_caching):
             return ""
-        return f"{inputs.mm_hasher_algorithm} {model.model}"
+        return f"{vllm.__version__} {getattr(inputs, 'mm_hasher_algorithm', '')} {model.model}"
 
     def _is_well(self) -> bool:
         is_broken = self._worker is not None and self._worker.is_broken

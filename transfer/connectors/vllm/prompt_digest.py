@@ -88,7 +88,8 @@ def _embeddings(request: Any) -> str:
     vectors = request.prompt_embeds
     if vectors is None:
         return ""
-    digest = hashlib.sha256(_encoder.encode([str(vectors.dtype), list(vectors.shape), request.prompt_is_token_ids]))
+    mask = getattr(request, "prompt_is_token_ids", None)  # of the places without a vector; some releases know none
+    digest = hashlib.sha256(_encoder.encode([str(vectors.dtype), list(vectors.shape), mask]))
     digest.update(vectors[:-1].contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()[:32]
 
