@@ -87,14 +87,20 @@ async def serving(fleet: Fleet, prefill: Sequence[str], decode: Sequence[str], *
 
 @contextlib.asynccontextmanager
 async def serving_ours(
-    fleet: Fleet, to_sender: str, to_receiver: str, *options: str, names: tuple[str, str] = ("sender", "receiver")
+    fleet: Fleet,
+    to_sender: str,
+    to_receiver: str,
+    *options: str,
+    names: tuple[str, str] = ("sender", "receiver"),
+    kv_port: int | None = None,
 ) -> AsyncIterator[Proxy]:
-    """The same in front of two engines with our own connector, which have these `names`."""
+    """The same in front of two engines with our own connector, which have these `names`. `kv_port` stands for the
+    receiver's."""
     table = '[[instances]]\nname = "{0}"\nrole = "{1}"\nurl = "{2}"\nkv_port = {3}\nengine = "vllm_transfer"\n'
     file = fleet.folder / f"proxy-{next(_numbers)}.toml"
     file.write_text(
         table.format("sender", "prefill", to_sender, fleet[names[0]].kv_port)
-        + table.format("receiver", "decode", to_receiver, fleet[names[1]].kv_port)
+        + table.format("receiver", "decode", to_receiver, kv_port or fleet[names[1]].kv_port)
     )
     async with _serving(fleet, "--config", str(file), *options) as proxy:
         yield proxy

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from pdproxy.openai.request import CHAT
+from tests.e2e.cluster import free_ports
+from tests.transfer.connectors.mini_vllm import HYBRID
 from tests.vllm.chats import CHATS, body_of, post
 from tests.vllm.engines import BLOCK_SIZE, MODEL, Engine, Fleet
 from tests.vllm.proxy import Proxy, serving_ours
@@ -21,6 +24,15 @@ from tests.vllm.questions import Question, ask_all, client_of, ids, words
 from tests.vllm.relay import Relay, relayed
 from tests.vllm.test_vllm_answers import AT_ONCE, SEED, everything
 from tests.vllm.test_vllm_faults import body, error_of, leave, reached, shown
+from transfer.agents.mock import MockAgent, MockFabric
+from transfer.connectors.vllm.receiver_thread import ReceiverThread
+from transfer.dataplane.in_process import InProcess
+from transfer.dataplane.plane import DataPlane
+from transfer.errors import HandshakeRefused
+from transfer.memory.buffer import PagedBuffer
+from transfer.roles.handshake import Identity
+from transfer.roles.receiver import Receiver, ReceiverConfig
+from transfer.wire import BufferFacts, PushParams
 
 ENGINES = ("single", "sender", "receiver")
 ALL_ENGINES = ENGINES
@@ -28,6 +40,8 @@ AT_ONCE_S = 3.0
 """For blocks, pages and slots that somebody gives back."""
 SILENCE_S = 6.0
 """The receiver's ``writer_timeout_s``."""
+
+FAILED_LOADS = "vllm:pdproxy_failed_loads_total"
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1000)]
 
@@ -197,4 +211,111 @@ async def test_the_longest_prompt_is_served_and_a_receiver_that_is_not_there_is_
         raw = body("y", max_tokens=1) | {"model": MODEL, "kv_transfer_params": params}
         reply = (await two.client.post(f"{two.sender.url}/v1/completions", json=raw)).json()
         assert reply["kv_transfer_params"]["failure"]
+        await two.all_is_free()
+
+
+async def test_vllms_own_metrics_tell_what_was_sent_and_loaded(using: Fleet, say: Callable[[str], None]) -> None:
+    async def counts(engine: Engine) -> dict[str, float]:
+        names = "pushes_total", "loads_total", "sent_bytes_total", "page_wait_seconds_count", "send_tail_seconds_count"
+        return {name: await engine.value(f"vllm:pdproxy_{name}") for name in names}
+
+    async with pair(using) as two:
+        await two.post(body("before"))
+        await two.all_is_free()
+        sent, loaded, facts = await counts(two.sender), await counts(two.receiver), await two.receiver.buffer()
+        prompts = [ids(random.Random(f"{SEED} {i}"), 3 * BLOCK_SIZE + 1) for i in range(4)]
+        replies = await asyncio.gather(*(two.post(body(f"m{i}", prompt=one)) for i, one in enumerate(prompts)))
+        assert [reply.status_code for reply in replies] == [200] * 4
+        await two.all_is_free()
+        more = {name: count - sent[name] for name, count in (await counts(two.sender)).items()}
+        say(f"metrics of four prompts of three blocks: {more}")
+        assert more.pop("sent_bytes_total") == 4 * 3 * facts["page_bytes"]
+        assert more == {
+            "pushes_total": 4,
+            "loads_total": 0,
+            "page_wait_seconds_count": 4,
+            "send_tail_seconds_count": 4,
+        }
+        assert (await counts(two.receiver))["loads_total"] == loaded["loads_total"] + 4
+        pages = [await two.receiver.value("vllm:pdproxy_pages", state=state) for state in ("free", "quarantined")]
+        assert pages == [facts["num_pages"], 0]
+
+
+async def test_an_unlike_engine_on_either_side_is_refused_and_nothing_hangs(
+    using: Fleet, say: Callable[[str], None]
+) -> None:
+    """The proxy pairs no engines that say unlike things of their model. So the first decoder says what the second one
+    is: its address answers what the real one's does, with a receiver of another layout."""
+    async with AsyncExitStack() as stack:
+        sender, receiver = using["sender"], using["receiver"]
+        facts = msgspec.convert(await receiver.buffer(), BufferFacts)
+        layout, is_swapped = HYBRID.of_rank(), False
+
+        def told(stranger: Receiver | None) -> BufferFacts:
+            assert stranger is not None
+            return msgspec.structs.replace(facts, receivers=stranger.endpoints) if is_swapped else facts
+
+        (port,) = free_ports(1)
+        thread = ReceiverThread(told, lambda: True, "127.0.0.1", port)
+        stack.callback(thread.close)
+        thread.start()
+        buffer = PagedBuffer(4, layout.page_bytes)
+        thread.receive(MockAgent(MockFabric(), "s"), buffer, Identity(facts.model, layout), ReceiverConfig())
+        proxy = await stack.enter_async_context(serving_ours(using, sender.url, receiver.url, kv_port=port))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=proxy.url, timeout=60))
+        expected = shown(await client.post("/v1/completions", json=body("like")))
+        is_swapped = True
+        async with asyncio.timeout(20):
+            while (reply := await client.post("/v1/completions", json=body("unlike"))).status_code == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        say(f"a decoder that is unlike: {reply.status_code} {reply.text[:300]}")
+        assert reply.status_code == 502
+        assert "cannot exchange KV" in error_of(reply)["message"]
+        assert await sender.value("vllm:pdproxy_failed_pushes_total", reason="unlike_engines") >= 1
+        await proxy.settled(AT_ONCE_S)
+        await sender.becomes_idle(AT_ONCE_S)
+
+        memory = PagedBuffer(4, layout.page_bytes)
+        plane = DataPlane(InProcess(lambda: MockAgent(MockFabric(), "p"), memory, Identity("another", layout)))
+        plane.start().result(10)
+        stack.callback(plane.close)
+        params = PushParams(attempt="unlike", receivers=facts.receivers, timeout_s=10.0)
+        with pytest.raises(HandshakeRefused, match="model"):
+            await asyncio.to_thread(plane.open(params, num_tokens=5).granted.result, 20)
+
+        is_swapped = False
+        async with asyncio.timeout(20):
+            while (reply := await client.post("/v1/completions", json=body("like"))).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        assert shown(reply) == expected
+        assert (await receiver.buffer())["num_free"] == facts.num_pages
+
+
+async def test_kv_of_another_prompt_is_not_read(using: Fleet, say: Callable[[str], None]) -> None:
+    """One token of 200 is another one. The proxy would try again; here nobody does."""
+    prompt = ids(random.Random(SEED), 200)
+    other = [*prompt[:100], prompt[100] % 90 + 1, *prompt[101:]]
+    assert other != prompt
+    async with pair(using) as two:
+        receivers = (await two.receiver.buffer())["receivers"]
+
+        async def handed_over(attempt: str) -> dict[str, Any]:
+            params = {"attempt": attempt, "receivers": receivers, "timeout_s": 20.0}
+            return await ask(two.sender, prompt, params)
+
+        async def ask(engine: Engine, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+            raw = body("p", prompt=prompt, max_tokens=1) | {"model": MODEL, "kv_transfer_params": params}
+            reply = await two.client.post(f"{engine.url}/v1/completions", json=raw)
+            return {"status": reply.status_code} | reply.json()
+
+        expected = await handed_over("planted")
+        before = await two.receiver.value(FAILED_LOADS, reason="other_prompt")
+        wrong = await ask(two.receiver, other, expected["kv_transfer_params"])
+        say(f"KV of another prompt: {str(wrong)[:200]}")
+        assert wrong["status"] == 500
+        await two.all_is_free()
+        assert await two.receiver.value(FAILED_LOADS, reason="other_prompt") == before + 1
+        right = await ask(two.receiver, prompt, (await handed_over("good"))["kv_transfer_params"])
+        assert right["status"] == 200
+        assert right["choices"][0]["text"] == expected["choices"][0]["text"]
         await two.all_is_free()

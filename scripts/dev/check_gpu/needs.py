@@ -11,6 +11,7 @@ TRANSFER = ("torch", "nixl", "numpy", "msgspec", "zmq", "rich")
 """The packages without which nothing can be checked."""
 TESTS = ("pytest",)
 PROCESS_TESTS = ("pytest", "httpx", "pydantic_settings")
+CONNECTOR = (*PROCESS_TESTS, "fastapi", "uvicorn", "httptools")
 ENGINE = ("transformers", "tokenizers", "safetensors", "pydantic_settings", "typer", "jinja2")
 _PACKAGES = {"zmq": "pyzmq", "pydantic_settings": "pydantic-settings", "nixl": "'nixl>=1.3,<2'"}
 

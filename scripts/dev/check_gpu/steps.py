@@ -101,6 +101,10 @@ def late_write(machine: Machine) -> Found:
     return _tests(machine, "tests/transfer/test_nixl_processes.py", "late or frozen_in" if machine.is_gpu else "late")
 
 
+def connector(machine: Machine) -> Found:
+    return _tests(machine, "tests/transfer/connectors/test_vllm_on_device.py", "test")
+
+
 def two_processes(machine: Machine) -> Found:
     return _timed(_two_processes(machine, machine.device))
 
@@ -157,6 +161,7 @@ STEPS = (
         data_plane,
         needs.ENGINE,
     ),
+    Step("vllm connector", "both halves of the connector for vLLM, around a stand-in", connector, needs.CONNECTOR),
     Step("bench", "beside bare NIXL and a plain copy", bench),
 )
 

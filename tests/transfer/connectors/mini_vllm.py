@@ -67,6 +67,11 @@ class Request:
     """Of the engine that it is given to."""
     reads_cache: bool = True
     """Is False where it asks for the prompt's logprobs: then vLLM asks the connector, and ignores what it says."""
+    lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    cache_salt: str | None = None
+    prompt_embeds: torch.Tensor | None = None
+    prompt_is_token_ids: list[bool] | None = None
     num_computed: int = 0
     state: str = "waiting"
     blocks: list[list[int]] = field(default_factory=list)
@@ -79,6 +84,10 @@ class Request:
         return len(self.prompt)
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.prompt
+
+    @property
     def block_hashes(self) -> list[bytes]:
         ends = range(self.block_size, len(self.prompt) + 1, self.block_size)
         return [hash_of(self.prompt[:end]) for end in ends]
@@ -87,20 +96,22 @@ class Request:
 class MiniRank:
     """A worker: the heads of one tensor-parallel rank."""
 
-    def __init__(self, kv: KvLayout, size: int, index: int, num_blocks: int, pages_per_block: int) -> None:
+    def __init__(self, kv: KvLayout, size: int, index: int, num_blocks: int, pages_per_block: int, device: str) -> None:
         self.index = index
         block_size = kv.chunk_size * pages_per_block
         self.layout = kv.of_rank(size, index)
         self.heads = list(heads_of(kv.layers[0].num_heads, self.layout.rank))
         # Two tensors, each shared by a layer of every group, as vLLM lays a hybrid model out.
-        first, second = torch.full((2, num_blocks, len(self.heads), block_size, CONTENT), POISON).unbind(0)
+        first, second = torch.full((2, num_blocks, len(self.heads), block_size, CONTENT), POISON, device=device).unbind(
+            0
+        )
         self.layers = [first, first, second, second] if len(kv.layers) == 4 else [first, second]
         rows = [(Rows(1, CONTENT * kv.element_bytes),)] * len(self.layers)
         self.memory = EngineMemory(self.layers, self.layout, pages_per_block, rows)
         self.identity = Identity("mini", self.layout)
         self.plane: DataPlane | None = None
         self.inbox: ReceiverThread | RankThread | None = None
-        self.buffer = PagedBuffer(64 // kv.chunk_size, self.layout.page_bytes)
+        self.buffer = PagedBuffer(64 // kv.chunk_size, self.layout.page_bytes, torch.device(device))
         self.worker: WorkerSide
 
     def open(self, names: list[str], *, receives: bool) -> None:
@@ -122,6 +133,7 @@ class MiniVllm:
         kv: KvLayout = HYBRID,
         num_ranks: int = 1,
         pages_per_block: int = 1,
+        device: str = "cpu",
     ) -> None:
         self.name = name
         self.kv = kv
@@ -131,7 +143,7 @@ class MiniVllm:
         self.cache: dict[bytes, list[int]] = {}
         """The decoder's prefix cache: block hash → the block's tokens."""
         self.has_names = not self.is_hybrid and kv.layers[0].kind == "full"
-        self.ranks = [MiniRank(kv, num_ranks, index, num_blocks, pages_per_block) for index in range(num_ranks)]
+        self.ranks = [MiniRank(kv, num_ranks, index, num_blocks, pages_per_block, device) for index in range(num_ranks)]
         if sends:
             for rank in self.ranks:
                 rank.plane = DataPlane(InProcess(partial(make_agent, rank.index), rank.memory, rank.identity))
@@ -148,6 +160,7 @@ class MiniVllm:
             names_pages=self.has_names,
             pages_per_block=pages_per_block,
             names=lambda: self.block_names,
+            input_namer="mini",
         )
         self.scheduler.pool = self
         self._num_told: Counter[tuple[str, str]] = Counter()
@@ -441,7 +454,7 @@ class MiniVllm:
             end = request.num_computed
             for position in range(max(0, end - WINDOW + 1) if self.kv.groups[group].window else 0, end):
                 block = request.blocks[group][position // self.block_size]
-                found = rank.layers[layer][block, :, position % self.block_size]
+                found = rank.layers[layer][block, :, position % self.block_size].cpu()
                 if block == 0 or not torch.equal(found, kv_of(request.prompt, position, layer)[rank.heads]):
                     where = f"rank {rank.index}, layer {layer}, token {position} of {end}"
                     request.wrong.append(f"{where}: {found.flatten().tolist()}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from tests.transfer.connectors.mini_vllm import HYBRID, PLAIN, TOKENS, MiniVllm, Request, until
 from transfer.agents.fates import Fate
@@ -21,6 +22,7 @@ from transfer.agents.mock import Hold, Land, MockAgent, MockFabric
 from transfer.agents.mock_write import MockWrite
 from transfer.connectors.vllm import worker_side
 from transfer.connectors.vllm.messages import StepReport
+from transfer.connectors.vllm.prompt_digest import prompt_digest
 from transfer.connectors.vllm.scheduler_side import SchedulerSide
 from transfer.connectors.vllm.worker_side import WorkerSide
 from transfer.memory.reservations import Holding
@@ -36,6 +38,15 @@ NOTHING = SimpleNamespace(
     preempted_req_ids=set(),
 )
 """A step of vLLM in which nothing is computed."""
+
+
+def lora(name: str) -> SimpleNamespace:
+    return SimpleNamespace(lora_name=name)
+
+
+def image(identifier: str, offset: int = 1) -> SimpleNamespace:
+    place = SimpleNamespace(offset=offset, length=2)
+    return SimpleNamespace(modality="image", identifier=identifier, mm_position=place)
 
 
 class World:
@@ -338,6 +349,78 @@ def test_kv_of_another_prompt_is_a_failed_load(num_tokens: int) -> None:
         until(lambda: other.state == "over", world.step, "it hangs")
         assert other.failed_load
         world.check_all_free()
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "what"),
+    [
+        ({}, {"prompt": [5, 8, 7, 9, 10]}, "the tokens"),
+        ({}, {"prompt": [5, 6, 7, 8]}, r"the number of tokens (5 there, 4 here)"),
+        ({"lora_request": lora("pirate")}, {}, "the LoRA adapter"),
+        ({"lora_request": lora("pirate")}, {"lora_request": lora("poet")}, "the LoRA adapter"),
+        ({"mm_features": [image("a cat")]}, {"mm_features": [image("a dog")]}, "the images or other inputs"),
+        ({"mm_features": [image("a", 1)]}, {"mm_features": [image("a", 2)]}, "the places of images and other inputs"),
+        ({"cache_salt": "mine"}, {"cache_salt": "yours"}, "the cache salt"),
+        ({"prompt_embeds": torch.zeros(5, 2)}, {"prompt_embeds": torch.ones(5, 2)}, "the prompt's embeddings"),
+    ],
+)
+def test_kv_of_an_equally_long_prompt_is_a_failed_load_that_says_what_differs(
+    there: dict[str, Any], here: dict[str, Any], what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with new_world() as world:
+        prefilled = world.prefill([5, 6, 7, 9, 11])
+        for name, value in there.items():
+            setattr(prefilled, name, value)
+        world.until_ready(prefilled)
+        assert prefilled.reply is not None
+        other = Request("other", prefilled.prompt, prefilled.reply)
+        for name, value in here.items():
+            setattr(other, name, value)
+        world.decoder.add(other)
+        until(lambda: other.state == "over", world.step, "it hangs")
+        assert other.failed_load
+        (told,) = [record.getMessage() for record in caplog.records if "another prompt" in record.getMessage()]
+        assert told.startswith(f"request other: attempt {prefilled.reply['attempt']} cannot be loaded")
+        assert f"prompt: {what} of" in told
+        world.check_all_free()
+
+
+def test_a_prompt_that_is_equal_in_all_is_loaded() -> None:
+    """And so is one of which the last token differs: the decoder computes that itself."""
+    equal: dict[str, Any] = {
+        "lora_request": lora("pirate"),
+        "mm_features": [image("a cat"), image("a dog", 2)],
+        "cache_salt": "ours",
+    }
+    with new_world() as world:
+        prefilled = world.prefill([5, 6, 7, 9, 11])
+        vars(prefilled).update(equal)
+        world.until_ready(prefilled)
+        answer = Request("answer", [5, 6, 7, 9, 12], prefilled.reply, **equal)
+        world.decoder.add(answer)
+        until(lambda: answer.state == "over", world.step, "it hangs")
+        assert not answer.failed_load
+        assert answer.wrong == []
+        world.check_all_free()
+
+
+def test_a_prefiller_that_does_not_say_what_it_read_is_believed() -> None:
+    with new_world() as world:
+        prefilled = world.prefill(world.prompt(10))
+        world.until_ready(prefilled)
+        assert prefilled.reply is not None
+        assert prefilled.reply.pop("prompt")
+        answer = world.decode(prefilled)
+        until(lambda: answer.state == "over", world.step, "it hangs")
+        assert not answer.failed_load
+
+
+def test_images_that_two_engines_name_unlike_are_not_compared() -> None:
+    """Their names have the path of the model in them, and some engines number them by request."""
+    a, b = (Request("x", [5, 6, 7], None, mm_features=[image(name)]) for name in ("a", "b"))
+    assert prompt_digest(a, "blake3 /here").differences(prompt_digest(b, "blake3 /there")) == []
+    assert prompt_digest(a).differences(prompt_digest(b)) == []
+    assert prompt_digest(a, "blake3 /here").differences(prompt_digest(b, "blake3 /here"))
 
 
 def test_a_prompt_that_vllm_computes_at_once_is_answered_with_why_it_was_not_sent() -> None:

@@ -32,12 +32,14 @@ from transfer.connectors.vllm.block_cache import BlockAnswers, BlockCache, is_pu
 from transfer.connectors.vllm.compat import check_version, hash_block_size, release_of, transfer_results
 from transfer.connectors.vllm.kv_caches import KvCaches, packing_of
 from transfer.connectors.vllm.messages import StepOrders, StepReport
+from transfer.connectors.vllm.metrics import PdproxyMetrics, PdproxyStats
 from transfer.connectors.vllm.other_ranks import OtherRanks
 from transfer.connectors.vllm.private_socket import listen_privately
 from transfer.connectors.vllm.rank_thread import RankThread
 from transfer.connectors.vllm.receiver_thread import ReceiverThread
 from transfer.connectors.vllm.scheduler_side import SchedulerSide
 from transfer.connectors.vllm.settings import ConnectorSettings
+from transfer.connectors.vllm.transfer_statistics import TransferStatistics
 from transfer.connectors.vllm.worker_side import Inbox, WorkerSide
 from transfer.dataplane.in_process import InProcess
 from transfer.dataplane.plane import DataPlane
@@ -113,6 +115,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._blocks: BlockCache | None = None
         self._answers: BlockAnswers | None = None
         self._orders = StepOrders()
+        self._pages_told: dict[str, int] = {}
         self._epoch = uuid.uuid4().hex
         parallel = vllm_config.parallel_config
         if role == KVConnectorRole.SCHEDULER:
@@ -124,6 +127,7 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 names_pages=self._names_pages(kv_cache_config, caches.block_size),
                 pages_per_block=caches.pages_per_block,
                 names=self._names,
+                input_namer=self._input_namer(),
             )
 
     # ── in the worker ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,6 +193,28 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = None if self._worker is None else self._worker.take_report()
         return None if report is None else _WorkerMetadata(report)
+
+    def get_kv_connector_stats(self) -> PdproxyStats | None:
+        """Returns what was counted since the last step. A worker returns the buffer's pages, where they have
+        changed."""
+        if self._scheduler is not None:
+            statistics = self._scheduler.take_statistics()
+            return None if statistics is None else PdproxyStats.of(statistics)
+        pages = {} if self._thread is None else self._thread.pages
+        if pages == self._pages_told:
+            return None
+        self._pages_told = pages
+        return PdproxyStats.of(TransferStatistics(pages=pages))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PdproxyStats:
+        return PdproxyStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> PdproxyMetrics:
+        return PdproxyMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -303,6 +329,15 @@ class PdproxyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._blocks = BlockCache(self._kv_transfer_config.engine_id)
         self._thread.receive(agent, buffer, identity, self._settings.receiver, self._blocks, others)
         return self._thread, buffer
+
+    def _input_namer(self) -> str:
+        """Returns what vLLM puts into the names of images and other inputs besides what they are. It is empty where
+        vLLM numbers them by request, because it caches nothing by name."""
+        model = self._vllm_config.model_config
+        inputs = model.multimodal_config
+        if inputs is None or not (inputs.mm_processor_cache_gb or self._vllm_config.cache_config.enable_prefix_caching):
+            return ""
+        return f"{vllm.__version__} {getattr(inputs, 'mm_hasher_algorithm', '')} {model.model}"
 
     def _is_well(self) -> bool:
         is_broken = self._worker is not None and self._worker.is_broken

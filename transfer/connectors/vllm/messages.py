@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from transfer.connectors.vllm.prompt_digest import PromptDigest
+from transfer.connectors.vllm.transfer_statistics import Pushed
 from transfer.wire import Name, PushParams
 
 
@@ -27,6 +29,8 @@ class LoadParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     names: str = ""
     """A fingerprint of how the prefiller's vLLM names blocks; empty where its names are not used. Where the decoder's
     is another one, no block of the one is ever found at the other."""
+    prompt: PromptDigest | None = None
+    """The prompt whose KV it is. None where the prefiller does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class Load:
     """The blocks' numbers, one list per page group. 0 is vLLM's null block, which nobody reads."""
     num_cached: int = 0
     """Counts the first pages of the prompt that were not sent. They lie before `first_block`."""
+    failure: str | None = None
+    """The reason why nothing is to be copied, where the load has failed before it began."""
 
 
 @dataclass(slots=True)
@@ -101,9 +107,14 @@ class StepReport:
     """The requests in `failed` whose decoder's receiver does not answer."""
     is_broken: bool = False
     """True where a worker's data plane is over."""
+    pushed: dict[str, Pushed] = field(default_factory=dict)
+    """The outcomes of the pushes that are over, by request. Each worker tells one in the step in which it gives the
+    request's blocks back."""
+    failed_loads: dict[str, str] = field(default_factory=dict)
+    """The requests whose load has failed, and the kind of the failure."""
 
     def __bool__(self) -> bool:
-        return bool(self.granted or self.failed or self.is_broken)
+        return bool(self.granted or self.failed or self.is_broken or self.pushed or self.failed_loads)
 
     def add(self, other: StepReport) -> None:
         """Adds what another worker says."""
@@ -112,3 +123,6 @@ class StepReport:
         self.failed = other.failed | self.failed
         self.unanswered |= other.unanswered
         self.is_broken = self.is_broken or other.is_broken
+        self.failed_loads |= other.failed_loads
+        for request_id, pushed in other.pushed.items():
+            self.pushed.setdefault(request_id, Pushed()).add(pushed)

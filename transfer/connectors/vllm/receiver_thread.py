@@ -7,19 +7,18 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-import uvicorn
 import zmq
 
 from transfer import wire
 from transfer.agents.base import TransferAgent, close_agent
-from transfer.connectors.vllm.facts import facts_app
+from transfer.connectors.vllm.facts import FactsServer, facts_app
 from transfer.connectors.vllm.loop_thread import LoopThread, use_own_stream
 from transfer.connectors.vllm.other_ranks import OtherRanks
 from transfer.connectors.vllm.shared_takes import SharedTakes
+from transfer.connectors.vllm.transfer_statistics import PAGES
 from transfer.errors import TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.engine_cache import EngineCache
@@ -32,6 +31,8 @@ T = TypeVar("T")
 
 START_TIMEOUT_S = 60.0
 """The longest time, in seconds, that the start of the thread may take."""
+PAGES_INTERVAL_S = 0.5
+"""The seconds between two looks at the buffer's pages, for the statistics."""
 
 
 class ReceiverThread(LoopThread):
@@ -39,7 +40,8 @@ class ReceiverThread(LoopThread):
 
     Methods may be called from any other thread. They wait for the event loop, which has little to do.
 
-    Mutable state: `_receiver` and `_takes`, which belong to the loop; `_server` and `_others`, set once at the start.
+    Mutable state: `_receiver` and `_takes`, which belong to the loop; `_server` and `_others`, set once at the start;
+    `pages`.
     """
 
     def __init__(
@@ -57,8 +59,11 @@ class ReceiverThread(LoopThread):
         self._receiver: Receiver | None = None
         self._takes: SharedTakes | None = None
         self._others: OtherRanks | None = None
+        self.pages: dict[str, int] = {}
+        """Counts the buffer's pages by state, as they were at most `PAGES_INTERVAL_S` ago. It is replaced, and never
+        changed, so any thread may read it."""
         self._close_agent: Callable[[], None] = lambda: None
-        self._server: uvicorn.Server | None = None
+        self._server: FactsServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -93,6 +98,7 @@ class ReceiverThread(LoopThread):
             self._receiver, self._takes = receiver, SharedTakes(receiver)
             if others is not None:
                 others.takes = self._takes
+            self._look_at_pages()
 
         try:
             self._do(receive(), START_TIMEOUT_S)
@@ -138,23 +144,25 @@ class ReceiverThread(LoopThread):
         async def call() -> T:
             if self._receiver is None or self._takes is None:
                 raise TransferError("this engine is a prefiller: nothing can be received here")
-            return work(self._receiver, self._takes)
+            try:
+                return work(self._receiver, self._takes)
+            finally:
+                self._count_pages()
 
         return self._do(call(), None)
 
+    def _look_at_pages(self) -> None:
+        self._count_pages()
+        self._loop.call_later(PAGES_INTERVAL_S, self._look_at_pages)
+
+    def _count_pages(self) -> None:
+        if self._receiver is not None:
+            pages = self._receiver.reservations
+            counts = pages.num_free, pages.num_reserved, pages.num_quarantined
+            self.pages = dict(zip(PAGES, counts, strict=True))
+
     async def _serve(self) -> None:
-        app = facts_app(self)
-        config = uvicorn.Config(
-            app,
-            host=self._host,
-            port=self._port,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=1,
-            lifespan="off",
-        )
-        self._server = _Server(config)
+        self._server = FactsServer(facts_app(self), self._host, self._port)
         # Bound here: where uvicorn cannot have a port it ends the thread, and who waits for the start waits on.
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._bound()]))
         while not self._server.started:
@@ -199,11 +207,3 @@ class ReceiverThread(LoopThread):
     def sender_ended(self, epoch: str) -> bool:
         """Notes that a prefiller's process has ended. See `Receiver.sender_ended`."""
         return self._receiver is None or self._receiver.sender_ended(epoch)
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves the process's signals alone: they are vLLM's."""
-
-    def capture_signals(self) -> Any:
-        """Captures none."""
-        return nullcontext()

@@ -2,8 +2,8 @@
 
 What must hold: a prompt is not computed before all its pages are reserved at the decoder; a block of it is ordered to
 be sent once, in the step that completes it; and blocks of a request that has an open push are not given back before
-every worker has said that its writes have ended. A violation would be seen as a page that never arrives, or as bytes of
-another request in one that does.
+every worker has said that its writes have ended; and KV of another prompt than the request's own is not loaded. A
+violation would be seen as a page that never arrives, or as bytes of another request in one that does.
 
 It knows vLLM's requests and outputs by the attributes it reads, and imports nothing of vLLM.
 """
@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import msgspec
 
 from transfer.connectors.vllm.messages import Fill, Load, LoadParams, OpenPush, StepOrders, StepReport
+from transfer.connectors.vllm.prompt_digest import prompt_digest
+from transfer.connectors.vllm.transfer_statistics import Pushed, TransferStatistics
 from transfer.geometry import PageGroup
 from transfer.wire import PushParams
 
@@ -52,6 +54,8 @@ class _Outgoing:
     failure: str | None = None
     is_receiver_lost: bool = False
     """True where it has failed because the decoder's receiver does not answer."""
+    failure_kind: str | None = None
+    """The kind of a failure that was found here and not by a worker."""
     num_blocks_sent: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
     """All blocks so far, per page group, by their place in the prompt."""
@@ -64,6 +68,8 @@ class _Incoming:
     attempt: str
     num_cached: int = 0
     """Counts the pages at the front that this vLLM had in its cache when the KV was sent."""
+    failure: str | None = None
+    """The reason why its KV must not be loaded."""
     is_settled: bool = False
 
 
@@ -74,6 +80,9 @@ class SchedulerSide:
     over; `_claimed`, the attempts that some request has loaded, is loading or has no use for; `_held`, blocks of
     windowed groups that are being sent, by request; `_orders`, for the next step; `_strange_names`, those of prefillers
     that have been complained about; `pool`, which is set once.
+
+    And for the statistics: `_pushed`, what the workers have said of requests of which some worker has not spoken yet;
+    `_kinds`, why requests failed here, until then; `_load_failures`, by request; `_statistics`.
     """
 
     def __init__(
@@ -85,10 +94,12 @@ class SchedulerSide:
         names_pages: bool = False,
         pages_per_block: int = 1,
         names: Callable[[], str] = str,
+        input_namer: str = "",
     ) -> None:
         """Takes `names_pages`, True where pages are known by vLLM's own block hashes, which hold LoRA, images and salt.
         There is one page group then, and vLLM hashes its blocks. `block_size` is the tokens of a block of vLLM's.
-        `names` returns a fingerprint of how vLLM hashes, once it has been started."""
+        `names` returns a fingerprint of how vLLM hashes, once it has been started. `input_namer` tells how this engine
+        names images and other inputs (see `prompt_digest`)."""
         self.pool: BlockPool | None = None
         """The pool that the blocks are of. vLLM has it after it has made the connector."""
         self._block_size = block_size
@@ -99,12 +110,17 @@ class SchedulerSide:
         self._strange_names: set[str] = set()
         self._pages_per_block = pages_per_block
         self._chunk_size = block_size // pages_per_block
+        self._input_namer = input_namer
         self._held: dict[str, list[int]] = {}
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, _Incoming] = {}
         self._loading: dict[str, str] = {}
         self._claimed: OrderedDict[str, str] = OrderedDict()
         self._orders = StepOrders()
+        self._pushed: dict[str, Pushed] = {}
+        self._kinds: dict[str, str | None] = {}
+        self._load_failures: dict[str, str] = {}
+        self._statistics = TransferStatistics()
 
     def __repr__(self) -> str:
         return f"<SchedulerSide {len(self._outgoing)} outgoing, {len(self._incoming)} incoming>"
@@ -128,7 +144,8 @@ class SchedulerSide:
                 self._orders.opens.append(OpenPush(request.request_id, push, num_tokens, keys))
             else:
                 load = msgspec.convert(params, LoadParams)
-                self._incoming[request.request_id] = _Incoming(load.attempt, load.num_cached)
+                failure = self._mismatch(request, load)
+                self._incoming[request.request_id] = _Incoming(load.attempt, load.num_cached, failure)
                 self._compare_names(load)
         except msgspec.ValidationError as error:
             log.error("request %s: kv_transfer_params are not understood: %s", request.request_id, error)
@@ -167,7 +184,9 @@ class SchedulerSide:
         num_tokens = request.num_prompt_tokens - 1
         first, end = (num_tokens - num_external) // self._block_size, -(-num_tokens // self._block_size)
         blocks = tuple(list(ids[first:end]) for ids in block_ids)
-        load = Load(request.request_id, incoming.attempt, num_tokens, first, blocks, incoming.num_cached)
+        load = Load(
+            request.request_id, incoming.attempt, num_tokens, first, blocks, incoming.num_cached, incoming.failure
+        )
         self._orders.loads.append(load)
         self._loading[request.request_id] = incoming.attempt
 
@@ -197,10 +216,16 @@ class SchedulerSide:
         self, report: StepReport | None, finished_loads: Sequence[str], finished_sends: Sequence[str] = ()
     ) -> None:
         """Notes what the workers report, which loads are over, and of which requests nothing is being sent any more."""
+        if report is not None:
+            self._load_failures |= report.failed_loads
+            for request_id, pushed in report.pushed.items():
+                self._pushed.setdefault(request_id, Pushed()).add(pushed)
         for request_id in finished_loads:
             self._loading.pop(request_id, None)
+            self._statistics.count_load(self._load_failures.pop(request_id, None))
         for request_id in finished_sends:
             self._give_up(request_id)
+            self._statistics.count_push(self._pushed.pop(request_id, Pushed()), self._kinds.pop(request_id, None))
         if report is None:
             return
         self._orders.is_broken = self._orders.is_broken or report.is_broken
@@ -213,6 +238,13 @@ class SchedulerSide:
                 log.warning("request %s: attempt %s failed: %s", request_id, outgoing.params.attempt, reason)
                 outgoing.is_receiver_lost = request_id in report.unanswered
                 self._fail(request_id, outgoing, reason)  # on the other workers, too
+
+    def take_statistics(self) -> TransferStatistics | None:
+        """Returns what was counted since this was called last, or None."""
+        if not self._statistics.has_events:
+            return None
+        taken, self._statistics = self._statistics, TransferStatistics()
+        return taken
 
     # ── when a request is over ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -229,17 +261,28 @@ class SchedulerSide:
             return False, None
         num_blocks = -(-outgoing.num_tokens // self._block_size)
         if outgoing.failure is None and (not is_whole or outgoing.num_blocks_sent < num_blocks):
-            self._fail(request_id, outgoing, "the prefiller has given the request up")
+            self._fail(request_id, outgoing, "the prefiller has given the request up", "given_up")
+        self._kinds[request_id] = outgoing.failure_kind
         params = LoadParams(
             attempt=outgoing.params.attempt,
             failure=outgoing.failure,
             is_receiver_lost=outgoing.is_receiver_lost,
             num_cached=outgoing.num_cached,
             names=self._names() if self._names_pages else "",
+            prompt=prompt_digest(request, self._input_namer) if is_whole and outgoing.failure is None else None,
         )
         return True, msgspec.to_builtins(params) if is_whole else None
 
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _mismatch(self, request: Any, load: LoadParams) -> str | None:
+        """Returns why the KV is not that of the request's prompt, or None where it is, or nobody says what it is of."""
+        if load.prompt is None:
+            return None
+        differences = load.prompt.differences(prompt_digest(request, self._input_namer))
+        if not differences:
+            return None
+        return f"it is the KV of another prompt: {' and '.join(differences)} of prefiller and decoder differ"
 
     def _keys(self, request: Any, attempt: str, num_tokens: int) -> tuple[bytes, ...]:
         """Returns the names of the prompt's pages. One that is not full has a name that nothing else has."""
@@ -268,7 +311,12 @@ class SchedulerSide:
             return
         if outgoing.num_granted < self._num_workers:
             # vLLM asks `num_matched`, and ignores what it says where a request must not read from a cache.
-            self._fail(request_id, outgoing, "vLLM computes prompts with prompt_logprobs without waiting for a decoder")
+            self._fail(
+                request_id,
+                outgoing,
+                "vLLM computes prompts with prompt_logprobs without waiting for a decoder",
+                "not_awaited",
+            )
             return
         first, num_blocks = outgoing.num_blocks_sent, -(-outgoing.num_tokens // self._block_size)
         end = num_blocks if num_computed >= outgoing.num_tokens else num_computed // self._block_size
@@ -303,10 +351,10 @@ class SchedulerSide:
         self._give_up(request_id)
         outgoing = self._outgoing.get(request_id)
         if outgoing is not None and outgoing.failure is None:
-            self._fail(request_id, outgoing, "vLLM has preempted the request")
+            self._fail(request_id, outgoing, "vLLM has preempted the request", "preempted")
 
-    def _fail(self, request_id: str, outgoing: _Outgoing, reason: str) -> None:
-        outgoing.failure = reason
+    def _fail(self, request_id: str, outgoing: _Outgoing, reason: str, kind: str | None = None) -> None:
+        outgoing.failure, outgoing.failure_kind = reason, kind
         self._orders.aborts[request_id] = reason
 
     def _forget_incoming(self, request_id: str) -> None:

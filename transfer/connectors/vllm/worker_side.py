@@ -11,16 +11,19 @@ Called by vLLM's worker thread alone, and imports nothing of vLLM.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from transfer.agents.base import Event
 from transfer.connectors.vllm.messages import Fill, Load, OpenPush, StepOrders, StepReport
+from transfer.connectors.vllm.transfer_statistics import Pushed, push_failure
 from transfer.dataplane.plane import DataPlane, PlanePush
-from transfer.errors import ReceiverLost, TransferError
+from transfer.errors import AttemptLost, IllegalTransition, ReceiverLost, TransferError
 from transfer.memory.engine_memory import EngineMemory
 from transfer.memory.views import LayerViews
 from transfer.plan.blocks import PageTable, page_table
@@ -30,6 +33,9 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
 """The most bytes, but for one page's, that a load takes of the device's memory beside vLLM's own while it copies."""
+
+_LOST = AttemptLost, IllegalTransition
+"""The errors that are raised for KV that is not there (any more)."""
 
 
 class Inbox(Protocol):
@@ -53,11 +59,42 @@ class _Sending:
     was_failed: bool = False
     is_awaited: bool = False
     """True once vLLM keeps its blocks until it is reported."""
+    fault: TransferError | None = None
+    """The reason why it could not be begun."""
+    opened_at: float = field(default_factory=time.monotonic)
+    granted_at: float | None = None
+    computed_at: float | None = None
+    """The time when all of the prompt's layers were given to the device, on `time.monotonic` as the others."""
+    ended_at: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.push is not None:
+            self.push.granted.add_done_callback(self._granted)  # on the data plane's thread
+            self.push.ended.add_done_callback(self._ended)
 
     @property
     def is_over(self) -> bool:
         """Tells whether no write can read its blocks any more."""
         return self.push is None or self.push.ended.done()
+
+    def outcome(self) -> Pushed:
+        """Returns how a push that is over has gone."""
+        if self.push is None or self.push.failure is not None:
+            error = self.fault if self.push is None else self.push.error
+            return Pushed(wait_s=_span_s(self.opened_at, self.granted_at), failure=push_failure(error))
+        return Pushed(
+            self.push.finished.result(0)[0],
+            len(self.push.table) - self.push.num_sent,
+            _span_s(self.opened_at, self.granted_at),
+            _span_s(self.computed_at, self.ended_at),
+        )
+
+    def _granted(self, granted: Future[None]) -> None:
+        if granted.exception() is None:
+            self.granted_at = time.monotonic()
+
+    def _ended(self, ended: Future[None]) -> None:
+        self.ended_at = time.monotonic()
 
 
 @dataclass(slots=True)
@@ -65,6 +102,7 @@ class _Filling:
     """The pages of one request that become complete in the step under way: per page group, their ordinals, and where
     they are in vLLM's memory."""
 
+    sending: _Sending
     push: PlanePush
     pages: list[tuple[list[int], list[int]]]
     is_last: bool
@@ -163,6 +201,7 @@ class WorkerSide:
                 self._send(group, position, after)
         for filling in self._filling:
             if filling.is_last and filling.push.failure is None:
+                filling.sending.computed_at = time.monotonic()
                 filling.push.finish()
         self._filling = []
 
@@ -176,7 +215,7 @@ class WorkerSide:
                 sending.is_awaited = True
         sent = {request_id for request_id, one in self._sending.items() if one.is_awaited and one.is_over}
         for request_id in sent:
-            del self._sending[request_id]
+            self._report.pushed[request_id] = self._sending.pop(request_id).outcome()
         loaded, self._failed_loads = set(self._failed_loads), set()
         failed = set(loaded)
         still_copying = []
@@ -185,8 +224,9 @@ class WorkerSide:
                 still_copying.append(copying)
             else:
                 loaded.add(copying.load.request_id)
-                if not self._copied(copying.load):
+                if (failure := self._copied(copying.load)) is not None:
                     failed.add(copying.load.request_id)
+                    self._report.failed_loads[copying.load.request_id] = failure
         self._copying = still_copying
         return sent, loaded, failed
 
@@ -212,25 +252,26 @@ class WorkerSide:
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _open(self, order: OpenPush) -> None:
-        push = None
+        push = fault = None
         try:
             if self._plane is None:
                 raise TransferError("this engine is a decoder: its kv_role has to be kv_producer or kv_both")
             push = self._plane.open(order.params, num_tokens=order.num_tokens, keys=order.keys)
         except TransferError as error:
+            fault = error
             self._report.failed[order.request_id] = str(error)
-        self._sending[order.request_id] = _Sending(push)
+        self._sending[order.request_id] = _Sending(push, fault=fault)
 
     def _prepare(self, fill: Fill) -> _Filling | None:
         sending = self._sending.get(fill.request_id)
         push = None if sending is None else sending.push
-        if push is None or push.failure is not None:
+        if sending is None or push is None or push.failure is not None:
             return None
         pages = []
         for group, blocks in enumerate(fill.block_ids):
             kept = self._pages_of(push.table, group, fill.first_block, blocks)
             pages.append(([ordinal for ordinal, _ in kept], [page for _, page in kept]))
-        return _Filling(push, pages, fill.is_last)
+        return _Filling(sending, push, pages, fill.is_last)
 
     def _pages_of(self, table: PageTable, group: int, first: int, blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Returns the pages that a prompt has in these blocks, the first of which is its block `first`: ordinals, and
@@ -262,10 +303,14 @@ class WorkerSide:
         try:
             if self._inbox is None:
                 raise TransferError("this engine is a prefiller: its kv_role has to be kv_consumer or kv_both")
+            if load.failure is not None:
+                raise AttemptLost(load.failure)
             self._copying.append(_Copying(load, self._copy(load, self._inbox.take(load.attempt, load.num_tokens))))
         except TransferError as error:
             log.warning("request %s: attempt %s cannot be loaded: %s", load.request_id, load.attempt, error)
+            kind = "other_prompt" if load.failure is not None else "lost" if isinstance(error, _LOST) else "error"
             self._failed_loads.add(load.request_id)
+            self._report.failed_loads[load.request_id] = kind
             if self._inbox is not None:
                 self._inbox.release(load.attempt)  # nobody else will ask for it
 
@@ -298,19 +343,24 @@ class WorkerSide:
             numbers = numbers.pin_memory().to(self._memory.whole.device, non_blocking=True)
         return numbers.unbind(0)
 
-    def _copied(self, load: Load) -> bool:
-        """Gives the attempt's pages back, now that they were copied. Returns whether what was copied is right."""
+    def _copied(self, load: Load) -> str | None:
+        """Gives the attempt's pages back, now that they were copied. Returns None, or why what was copied is not
+        right."""
         assert self._inbox is not None
+        failure = None
         try:
             self._inbox.check_tags(load.attempt)
         except TransferError as error:
             log.error("request %s: %s", load.request_id, error)
-            is_right = False
-        else:
-            is_right = True
+            failure = "wrong_pages"
         try:
             self._inbox.consumed(load.attempt)
         except TransferError as error:
             log.warning("request %s: attempt %s was lost while it was copied: %s", load.request_id, load.attempt, error)
-            is_right = False
-        return is_right
+            failure = failure or "lost"
+        return failure
+
+
+def _span_s(since: float | None, until: float | None) -> float | None:
+    """Returns the seconds between two times; None where one of them did not come."""
+    return None if since is None or until is None else until - since
