@@ -8,7 +8,7 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,15 +86,16 @@ async def serving(fleet: Fleet, prefill: Sequence[str], decode: Sequence[str], *
 
 
 @contextlib.asynccontextmanager
-async def serving_ours(fleet: Fleet, to_sender: str, to_receiver: str, *options: str) -> AsyncIterator[Proxy]:
-    """The same in front of the two engines with our own connector."""
+async def serving_ours(
+    fleet: Fleet, prefill: Mapping[str, str], decode: Mapping[str, str], *options: str
+) -> AsyncIterator[Proxy]:
+    """The same in front of engines with our own connector: names and URLs."""
     table = '[[instances]]\nname = "{0}"\nrole = "{1}"\nurl = "{2}"\nkv_port = {3}\nengine = "vllm_transfer"\n'
     file = fleet.folder / f"proxy-{next(_numbers)}.toml"
-    file.write_text(
-        table.format("sender", "prefill", to_sender, fleet["sender"].kv_port)
-        + table.format("receiver", "decode", to_receiver, fleet["receiver"].kv_port)
-    )
-    async with _serving(fleet, "--config", str(file), *options) as proxy:
+    roles = [("prefill", *one) for one in prefill.items()] + [("decode", *one) for one in decode.items()]
+    file.write_text("".join(table.format(name, role, url, fleet[name].kv_port) for role, name, url in roles))
+    model = fleet[next(iter(prefill))].model
+    async with _serving(fleet, "--config", str(file), "--model", str(model), *options) as proxy:
         yield proxy
 
 
@@ -102,7 +103,9 @@ async def serving_ours(fleet: Fleet, to_sender: str, to_receiver: str, *options:
 async def _serving(fleet: Fleet, *options: str) -> AsyncIterator[Proxy]:
     log = fleet.folder / f"proxy-{next(_numbers)}.log"
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "pdproxy", "serve", "--model", str(fleet.model)]
+    command = [sys.executable, "-m", "pdproxy", "serve"]
+    if "--model" not in options:
+        command += ["--model", str(fleet.model)]
     command += ["--port", str(port), "--proxy-port", "0", "--drain-grace-s", "0", "--engine-lease-s", str(LEASE_S)]
     command += ["--probe-interval-s", "0.5", "--slow-start-s", "0", "--canary-timeout-s", "60", *options]
     proxy = Proxy(f"http://127.0.0.1:{port}", _start(command, log), log)

@@ -57,12 +57,15 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(fleet: Fleet, *options: str) -> AsyncIterator[Pair]:
+async def pair(fleet: Fleet, *options: str, kind: str = "") -> AsyncIterator[Pair]:
+    """`kind` begins the engines' names."""
+    sender, receiver = f"{kind}sender", f"{kind}receiver"
     async with AsyncExitStack() as stack:
-        relays = [await stack.enter_async_context(relayed(fleet[name].port)) for name in ("sender", "receiver")]
-        proxy = await stack.enter_async_context(serving_ours(fleet, relays[0].url, relays[1].url, *options))
+        relays = [await stack.enter_async_context(relayed(fleet[name].port)) for name in (sender, receiver)]
+        ends = {sender: relays[0].url}, {receiver: relays[1].url}
+        proxy = await stack.enter_async_context(serving_ours(fleet, *ends, *options))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=proxy.url, timeout=60))
-        yield Pair(proxy, fleet["sender"], fleet["receiver"], *relays, client)
+        yield Pair(proxy, fleet[sender], fleet[receiver], *relays, client)
 
 
 def around_borders(dice: random.Random) -> list[Question]:

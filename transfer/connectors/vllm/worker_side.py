@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
 """The most bytes, but for one page's, that a load takes of the device's memory beside vLLM's own while it copies."""
+
+DRAIN_S = 0.5
+"""The longest time, in seconds, that a step waits for what is being read of blocks that vLLM has taken away."""
 
 
 class Inbox(Protocol):
@@ -130,6 +134,7 @@ class WorkerSide:
         self.is_broken = self.is_broken or orders.is_broken
         for opened in orders.opens:
             self._open(opened)
+        self._drain(orders.preempted)
         for request_id, reason in orders.aborts.items():
             if (sending := self._sending.get(request_id)) is not None and sending.push is not None:
                 sending.push.abort(reason)
@@ -219,6 +224,17 @@ class WorkerSide:
         except TransferError as error:
             self._report.failed[order.request_id] = str(error)
         self._sending[order.request_id] = _Sending(push)
+
+    def _drain(self, request_ids: Sequence[str]) -> None:
+        """Waits until nothing is read any more of blocks that this step may write over. A push of which something is
+        read for too long is given up: what it carries then may not be this request's."""
+        sending = (self._sending.get(request_id) for request_id in request_ids)
+        pushes = [one.push for one in sending if one is not None and one.push is not None and not one.is_over]
+        drains = [push.drain() for push in pushes]
+        wait(drains, DRAIN_S)
+        for push, drained in zip(pushes, drains, strict=True):
+            if not drained.done():
+                push.abort("vLLM has preempted the request, and the decoder takes its time to receive what was sent")
 
     def _prepare(self, fill: Fill) -> _Filling | None:
         sending = self._sending.get(fill.request_id)
