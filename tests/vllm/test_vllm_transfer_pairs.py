@@ -130,15 +130,15 @@ async def test_one_dies_and_one_stands_still_under_load(using: Fleet, say: Calla
                 outcomes[error_of(reply)["code"]] += 1
 
         tasks = [asyncio.create_task(ask(at)) for at in range(len(prompts))]
-        while outcomes["right"] < 10:  # noqa: ASYNC110
+        while len(pairs) < 4 and not all(task.done() for task in tasks):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        seen = len(pairs)
+        before = outcomes["right"]
         using["tight-receiver"].freeze()
         using.kill("tight-sender")
-        using["tight-receiver"].freeze()  # killing has thawed the others
         await asyncio.gather(*tasks)
-        say(f"seed {SEED}: {dict(outcomes)}, by {len(pairs)} pairs, {seen} before the faults")
-        assert seen == 4, pairs
+        say(f"seed {SEED}: {dict(outcomes)}, {before} of them before the faults")
+        assert len(pairs) == 4, pairs
+        assert before < len(prompts) // 2
         assert outcomes["right"] >= len(prompts) - 16, outcomes
         await asyncio.sleep(SILENCE_S)
         using["tight-receiver"].thaw()
