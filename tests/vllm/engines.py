@@ -81,14 +81,6 @@ def make_hybrid(folder: Path) -> Path:
     return make_tiny_model(folder, "gemma3", max_model_len=MAX_MODEL_LEN, window=WINDOW, shape={"head_dim": 32})
 
 
-def make_mla(folder: Path) -> Path:
-    """Its KV is of the one size that vLLM's attention for a CPU can do: 512 + 64. It has no experts."""
-    from transfer.engine.tiny import make_tiny_model
-
-    shape = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 3}
-    return make_tiny_model(folder, "deepseek", max_model_len=MAX_MODEL_LEN, shape=shape)
-
-
 def make_adapter(folder: Path, model: Path, seed: int) -> None:
     """Makes a LoRA adapter that changes keys and values so much that another one's KV gives another answer."""
     import torch
@@ -224,7 +216,7 @@ class Fleet:
     had: ``decode-0`` fails the request, ``decode-1`` reads the prompt itself. ``sender`` and ``receiver`` have our own
     connector; the latter fails requests, so that none is right only because its prompt was read again. So have those
     that begin with ``tight-``, which have few blocks, read prompts in small pieces and know LoRA adapters, and those of
-    another model: ``hybrid-`` and ``mla-``."""
+    another model: ``hybrid-``."""
 
     def __init__(self, python: Path, model: Path, folder: Path, say: Callable[[str], None]) -> None:
         ours = {"sender": _our_connector("kv_producer")}
@@ -237,12 +229,12 @@ class Fleet:
             "decode-1": _connector("kv_consumer", kv_load_failure_policy="recompute"),
             **ours,
             "hybrid-single": None,
-            **{f"{kind}-{name}": connector for kind in ("tight", "hybrid", "mla") for name, connector in ours.items()},
+            **{f"{kind}-{name}": connector for kind in ("tight", "hybrid") for name, connector in ours.items()},
         }
         self.model = model
         self.folder = folder
         self.say = say
-        self._models = {"hybrid": folder / "hybrid", "mla": folder / "mla"}
+        self._models = {"hybrid": folder / "hybrid"}
         adapters = {name: folder / name for name in ADAPTERS}
         options = {"tight": (*TIGHT, "--lora-modules", *(f"{name}={path}" for name, path in adapters.items()))}
         cores = sorted(os.sched_getaffinity(0))
@@ -284,7 +276,7 @@ class Fleet:
             for seed, name in enumerate(ADAPTERS, 1):
                 make_adapter(self.folder / name, self.model, seed)
         elif kind in self._models and not self._models[kind].exists():
-            {"hybrid": make_hybrid, "mla": make_mla}[kind](self._models[kind])
+            make_hybrid(self._models[kind])
 
     def kill(self, name: str) -> None:
         """As `Engine.kill`, while the others stand still: those that spin can keep the kernel from ending a process."""
