@@ -222,6 +222,33 @@ async def test_what_waits_for_its_event_delays_nothing_else(pair: Pair) -> None:
     assert await pair.read(waiting) == [77, 2]
 
 
+async def test_memory_is_used_again_while_the_push_goes_on(pair: Pair) -> None:
+    """Behind a drain, which takes as long as something filled waits to be read, and not for what is filled later."""
+    push, event = pair.open(), pair.plane.event()
+    await done(push.granted)
+    await done(push.drain())
+    push.page_filled(0, 5, after=event)
+    drained = push.drain()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await asyncio.wrap_future(drained)
+    event.set()
+    await done(drained)
+    pair.slab.pages[5] = 99
+    push.page_filled(1, 5)
+    await done(push.finish())
+    pair.slab.pages[5] = 6
+    await done(push.ended)
+    await done(push.drain())
+    assert await pair.read(push) == [6, 99]
+    given_up, never = pair.open(), pair.plane.event()
+    await done(given_up.granted)
+    given_up.page_filled(0, 0, after=never)
+    drained = given_up.drain()
+    given_up.abort("not wanted")
+    await done(drained)
+
+
 async def test_given_up_while_its_pages_are_asked_for(pair: Pair) -> None:
     first = pair.open(NUM_PAGES)
     await done(first.granted)

@@ -59,6 +59,12 @@ TEMPLATE = """\
 """Goes through the arguments of calls one by one, as Qwen's templates do."""
 
 
+ADAPTERS = ("adapter-a", "adapter-b")
+"""The LoRA adapters of the engines that have few blocks."""
+WINDOW = 64
+"""Tokens that the windowed layers of the hybrid model see."""
+
+
 def make_model(folder: Path) -> Path:
     """Of a family whose attention heads are of a size that vLLM can do on a CPU (32, not 16). Its chat template reads
     ordinary chats as tiny models' do, and shows everything else that a client can say."""
@@ -67,6 +73,39 @@ def make_model(folder: Path) -> Path:
     model = make_tiny_model(folder, "qwen3", vocabulary="ascii", max_model_len=MAX_MODEL_LEN)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     return model
+
+
+def make_hybrid(folder: Path) -> Path:
+    """Four layers with a window and two that see everything. vLLM keeps them in three groups of two."""
+    from transfer.engine.tiny import make_tiny_model
+
+    return make_tiny_model(folder, "gemma3", max_model_len=MAX_MODEL_LEN, window=WINDOW, shape={"head_dim": 32})
+
+
+def make_adapter(folder: Path, model: Path, seed: int) -> None:
+    """Makes a LoRA adapter that changes keys and values so much that another one's KV gives another answer."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    size, heads, head_dim = config["hidden_size"], config["num_key_value_heads"], config["head_dim"]
+    rank, dice, weights = 8, torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name in ("k_proj", "v_proj"):
+            path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{path}.lora_A.weight"] = torch.randn(rank, size, generator=dice) * size**-0.5
+            weights[f"{path}.lora_B.weight"] = torch.randn(heads * head_dim, rank, generator=dice) * rank**-0.5
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
+    settings |= {"target_modules": ["k_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+TIGHT = ("--num-gpu-blocks-override", "72", "--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "64")
+TIGHT += ("--no-scheduler-reserve-full-isl", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+"""Blocks for little more than the longest prompt, and four prompts at a time, in pieces of two blocks. vLLM lets
+prompts begin though it has no blocks for their ends, and takes the blocks of some away when it has none left."""
 
 
 @dataclass
@@ -82,6 +121,8 @@ class Engine(Program):
     block_size: int = BLOCK_SIZE
     ports: tuple[int, int] = field(default_factory=lambda: _two_ports())
     """HTTP, and NIXL's side channel or the port of our own connector; the same ones at each start."""
+    options: tuple[str, ...] = ()
+    """More of its command line. What comes last counts."""
 
     @property
     def url(self) -> str:
@@ -101,7 +142,7 @@ class Engine(Program):
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         # A random model would write white space for ever where JSON allows it.
         outputs = {"backend": "xgrammar", "disable_any_whitespace": True}
-        command += ["--structured-outputs-config", json.dumps(outputs)]
+        command += ["--structured-outputs-config", json.dumps(outputs), *self.options]
         if self.connector is None:
             return command
         ports = {"kv_port": self.kv_port} if self.connector["kv_connector"] == OURS else {}
@@ -178,38 +219,46 @@ class Fleet:
     had: ``decode-0`` fails the request, ``decode-1`` reads the prompt itself. ``sender`` and ``receiver`` have our own
     connector; the latter fails requests, so that none is right only because its prompt was read again. ``sender-2`` and
     ``receiver-2`` are the same with two tensor-parallel ranks each; ``sender-wide`` and ``receiver-wide`` have larger
-    blocks, which are cut into pages of the others' size."""
+    blocks, which are cut into pages of the others' size. Those that begin with ``tight-`` have few blocks, read prompts
+    in small pieces and know LoRA adapters, and those that begin with ``hybrid-`` have another model."""
 
     def __init__(self, python: Path, model: Path, folder: Path, say: Callable[[str], None]) -> None:
+        ours = {"sender": _our_connector("kv_producer")}
+        ours["receiver"] = _our_connector("kv_consumer", kv_load_failure_policy="fail")
         connectors: dict[str, dict[str, object] | None] = {
             "single": None,
             "prefill-0": _connector("kv_producer"),
             "decode-0": _connector("kv_consumer", kv_load_failure_policy="fail"),
             "prefill-1": _connector("kv_producer"),
             "decode-1": _connector("kv_consumer", kv_load_failure_policy="recompute"),
-            "sender": _our_connector("kv_producer"),
-            "receiver": _our_connector("kv_consumer", kv_load_failure_policy="fail"),
+            **ours,
             "sender-2": _our_connector("kv_producer"),
             "receiver-2": _our_connector("kv_consumer", kv_load_failure_policy="fail"),
             "sender-wide": _our_connector("kv_producer", {"chunk_size": BLOCK_SIZE}),
             "receiver-wide": _our_connector("kv_consumer", {"chunk_size": BLOCK_SIZE}, kv_load_failure_policy="fail"),
+            "hybrid-single": None,
+            **{f"{kind}-{name}": connector for kind in ("tight", "hybrid") for name, connector in ours.items()},
         }
         self.model = model
         self.folder = folder
         self.say = say
+        self._models = {"hybrid": folder / "hybrid"}
+        adapters = {name: folder / name for name in ADAPTERS}
+        options = {"tight": (*TIGHT, "--lora-modules", *(f"{name}={path}" for name, path in adapters.items()))}
         cores = sorted(os.sched_getaffinity(0))
-        self.engines = {
-            name: Engine(
+        self.engines = {}
+        for i, name in enumerate(connectors):
+            kind = name.partition("-")[0]
+            self.engines[name] = Engine(
                 name,
                 folder,
                 python,
-                model,
+                self._models.get(kind, model),
                 connectors[name],
                 _some(cores, i, 2 if name.endswith("-2") else 1),
                 WIDE_BLOCK_SIZE if name.endswith("-wide") else BLOCK_SIZE,
+                options=options.get(kind, ()),
             )
-            for i, name in enumerate(connectors)
-        }
 
     def __getitem__(self, name: str) -> Engine:
         return self.engines[name]
@@ -218,6 +267,7 @@ class Fleet:
         """Those of them that do not run; they are not ready yet."""
         for name in names:
             if not self[name].is_running:
+                self._make(name.partition("-")[0])
                 self[name].start()
 
     def use(self, *names: str) -> None:
@@ -228,6 +278,14 @@ class Fleet:
                 engine.freeze()
         self.start(*names)
         bring_up([self[name] for name in names], self.say)
+
+    def _make(self, kind: str) -> None:
+        """Makes what only engines of this kind need."""
+        if kind == "tight":
+            for seed, name in enumerate(ADAPTERS, 1):
+                make_adapter(self.folder / name, self.model, seed)
+        elif kind in self._models and not self._models[kind].exists():
+            make_hybrid(self._models[kind])
 
     def kill(self, name: str) -> None:
         """As `Engine.kill`, while the others stand still: those that spin can keep the kernel from ending a process."""

@@ -8,7 +8,7 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,22 +87,16 @@ async def serving(fleet: Fleet, prefill: Sequence[str], decode: Sequence[str], *
 
 @contextlib.asynccontextmanager
 async def serving_ours(
-    fleet: Fleet,
-    to_sender: str,
-    to_receiver: str,
-    *options: str,
-    names: tuple[str, str] = ("sender", "receiver"),
-    kv_port: int | None = None,
+    fleet: Fleet, prefill: Mapping[str, str], decode: Mapping[str, str], *options: str, kv_port: int | None = None
 ) -> AsyncIterator[Proxy]:
-    """The same in front of two engines with our own connector, which have these `names`. `kv_port` stands for the
-    receiver's."""
+    """The same in front of engines with our own connector: names and URLs. `kv_port` stands for the decoders'."""
     table = '[[instances]]\nname = "{0}"\nrole = "{1}"\nurl = "{2}"\nkv_port = {3}\nengine = "vllm_transfer"\n'
     file = fleet.folder / f"proxy-{next(_numbers)}.toml"
-    file.write_text(
-        table.format("sender", "prefill", to_sender, fleet[names[0]].kv_port)
-        + table.format("receiver", "decode", to_receiver, kv_port or fleet[names[1]].kv_port)
-    )
-    async with _serving(fleet, "--config", str(file), *options) as proxy:
+    written = [table.format(name, "prefill", url, fleet[name].kv_port) for name, url in prefill.items()]
+    written += [table.format(name, "decode", url, kv_port or fleet[name].kv_port) for name, url in decode.items()]
+    file.write_text("".join(written))
+    model = fleet[next(iter(prefill))].model
+    async with _serving(fleet, "--config", str(file), "--model", str(model), *options) as proxy:
         yield proxy
 
 
@@ -110,7 +104,9 @@ async def serving_ours(
 async def _serving(fleet: Fleet, *options: str) -> AsyncIterator[Proxy]:
     log = fleet.folder / f"proxy-{next(_numbers)}.log"
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "pdproxy", "serve", "--model", str(fleet.model)]
+    command = [sys.executable, "-m", "pdproxy", "serve"]
+    if "--model" not in options:
+        command += ["--model", str(fleet.model)]
     command += ["--port", str(port), "--proxy-port", "0", "--drain-grace-s", "0", "--engine-lease-s", str(LEASE_S)]
     command += ["--probe-interval-s", "0.5", "--slow-start-s", "0", "--canary-timeout-s", "60", *options]
     proxy = Proxy(f"http://127.0.0.1:{port}", _start(command, log), log)

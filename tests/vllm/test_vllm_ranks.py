@@ -37,7 +37,7 @@ async def test_every_answer_equals_a_single_engines(
         expected = await ask_all(single, questions, 4)
     using.use(*names)
     async with (
-        serving_ours(using, sender.url, receiver.url, names=names) as proxy,
+        serving_ours(using, {names[0]: sender.url}, {names[1]: receiver.url}) as proxy,
         client_of(proxy.url) as ours,
     ):
         answers = await ask_all(ours, questions, 4)

@@ -71,14 +71,17 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(fleet: Fleet, *options: str, names: tuple[str, str] = ("sender", "receiver")) -> AsyncIterator[Pair]:
+async def pair(
+    fleet: Fleet, *options: str, kind: str = "", names: tuple[str, str] = ("sender", "receiver")
+) -> AsyncIterator[Pair]:
+    """`kind` begins the engines' names."""
+    sender, receiver = (f"{kind}{name}" for name in names)
     async with AsyncExitStack() as stack:
-        relays = [await stack.enter_async_context(relayed(fleet[name].port)) for name in names]
-        proxy = await stack.enter_async_context(
-            serving_ours(fleet, relays[0].url, relays[1].url, *options, names=names)
-        )
+        relays = [await stack.enter_async_context(relayed(fleet[name].port)) for name in (sender, receiver)]
+        ends = {sender: relays[0].url}, {receiver: relays[1].url}
+        proxy = await stack.enter_async_context(serving_ours(fleet, *ends, *options))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=proxy.url, timeout=60))
-        yield Pair(proxy, fleet[names[0]], fleet[names[1]], *relays, client)
+        yield Pair(proxy, fleet[sender], fleet[receiver], *relays, client)
 
 
 def around_borders(dice: random.Random) -> list[Question]:
@@ -261,7 +264,9 @@ async def test_an_unlike_engine_on_either_side_is_refused_and_nothing_hangs(
         thread.start()
         buffer = PagedBuffer(4, layout.page_bytes)
         thread.receive(MockAgent(MockFabric(), "s"), buffer, Identity(facts.model, layout), ReceiverConfig())
-        proxy = await stack.enter_async_context(serving_ours(using, sender.url, receiver.url, kv_port=port))
+        proxy = await stack.enter_async_context(
+            serving_ours(using, {"sender": sender.url}, {"receiver": receiver.url}, kv_port=port)
+        )
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=proxy.url, timeout=60))
         expected = shown(await client.post("/v1/completions", json=body("like")))
         is_swapped = True

@@ -21,6 +21,8 @@ from transfer.dataplane.messages import (
     Abort,
     Close,
     Command,
+    Drain,
+    Drained,
     Ended,
     Failed,
     Filled,
@@ -78,6 +80,11 @@ class PushHost:
             case Finish():
                 if (push := self._pushes.get(command.number)) is not None:
                     self._spawn(self._finish(push))
+            case Drain():
+                if (push := self._pushes.get(command.number)) is not None:
+                    push.when_drained(lambda: self._report(Drained(command.number)))
+                elif command.number in self._opening:
+                    self._report(Drained(command.number))  # without pages nothing was filled
             case Abort():
                 self._abort(command)
             case Close():

@@ -59,6 +59,13 @@ class Finish(_Message, frozen=True):
     number: int
 
 
+class Drain(_Message, frozen=True):
+    """`Drain` asks when nothing is read any more of what was filled so far. Answered with `Drained`, or with
+    `Ended`."""
+
+    number: int
+
+
 class Abort(_Message, frozen=True):
     """`Abort` gives the push up. Answered with `Failed`, unless the push has succeeded, and with `Ended`."""
 
@@ -70,7 +77,7 @@ class Close(_Message, frozen=True):
     """`Close` ends every push, and then the data plane."""
 
 
-Command = Open | Filled | Finish | Abort | Close
+Command = Open | Filled | Finish | Drain | Abort | Close
 
 
 # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,13 +135,19 @@ class Finished(_Message, frozen=True):
     seconds: float
 
 
+class Drained(_Message, frozen=True):
+    """`Drained` says that all that was filled before one `Drain` has been read. Of several, the first comes first."""
+
+    number: int
+
+
 class Ended(_Message, frozen=True):
     """`Ended` says that no write of the push can land any more."""
 
     number: int
 
 
-Report = Ready | CannotStart | Granted | Failed | Finished | Ended
+Report = Ready | CannotStart | Granted | Failed | Finished | Drained | Ended
 
 
 # ── how a process is started ────────────────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@
     push.granted.result()                                pages are reserved at the decoder, or an error says why not
     push.layers_filled(ordinal, page, first, end)        as they are computed; returns at once, whatever the others do
     push.finish().result()                               every byte is at the decoder, and the decoder has been told
+    push.drain().result()                                what was filled so far has been read
     push.abort(reason)                                   or: no more; returns at once
     push.ended.result()                                  no write of the push can land any more
     plane.close()
@@ -16,7 +17,7 @@ Four parts, two of which may be in another process:
                       ▲──────── Listener.reported, .lost ──────────── reports ◀──────┘
 
 Commands are carried out in the order in which they were sent. Of one push the reports come in this order: `Granted` or
-`Failed`, then `Finished` or `Failed`, then `Ended`, which is always the last one.
+`Failed`, then `Finished` or `Failed`, then `Ended`, which is always the last one. `Drained` comes between any two.
 
 What must always hold: the futures of every push are done in the end, also when the data plane's process dies, stands
 still or talks nonsense; `finished` is done only when the decoder has been told, or never will be; and `ended` is done
@@ -36,6 +37,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from operator import index
@@ -43,7 +45,20 @@ from typing import Any, Protocol
 
 from transfer import wire
 from transfer.agents.base import Event
-from transfer.dataplane.messages import Abort, Command, Ended, Failed, Filled, Finish, Finished, Granted, Open, Report
+from transfer.dataplane.messages import (
+    Abort,
+    Command,
+    Drain,
+    Drained,
+    Ended,
+    Failed,
+    Filled,
+    Finish,
+    Finished,
+    Granted,
+    Open,
+    Report,
+)
 from transfer.errors import AttemptLost, TransferError
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.layout import RankLayout
@@ -109,8 +124,8 @@ class Backend(Protocol):
 class PlanePush:
     """A `PlanePush` is one attempt on its way to a decoder. Methods may be called from any thread.
 
-    Mutable state: `_events`, which are kept as long as they may be asked about, what was granted, and why the push
-    failed. The futures are set once, on the backend's thread.
+    Mutable state: `_events`, which are kept as long as they may be asked about, `_drains`, which nobody has answered,
+    what was granted, and why the push failed. The futures are set once, on the backend's thread.
     """
 
     def __init__(self, plane: DataPlane, number: int, attempt: str, table: PageTable) -> None:
@@ -134,6 +149,7 @@ class PlanePush:
         self._number = number
         self._present: frozenset[int] = frozenset()
         self._events: list[Event] = []
+        self._drains: deque[Future[None]] = deque()
         self._error: TransferError | None = None
 
     def __repr__(self) -> str:
@@ -202,6 +218,16 @@ class PlanePush:
         self._plane.send(Finish(self._number))
         return self.finished
 
+    def drain(self) -> Future[None]:
+        """Returns a future that is done when nothing that was filled so far is read any more. Then its memory may be
+        used again although the push goes on."""
+        drained: Future[None] = _uncancellable()
+        self._drains.append(drained)
+        self._plane.send(Drain(self._number))
+        if self.ended.done():  # perhaps before that: then nobody answers
+            _settle(drained, None)
+        return drained
+
     def abort(self, reason: str) -> None:
         """Asks for an end, which is possible also while pages are still asked for. Has no effect on a push that is
         over.
@@ -217,7 +243,7 @@ class PlanePush:
 
     # ── the plane's side ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def reported(self, report: Granted | Failed | Finished | Ended) -> None:
+    def reported(self, report: Granted | Failed | Finished | Drained | Ended) -> None:
         match report:
             case Granted():
                 self.num_cached = report.num_cached
@@ -227,6 +253,9 @@ class PlanePush:
                 self.fail(report.error)
             case Finished():
                 _settle(self.finished, (report.num_bytes, report.seconds))
+            case Drained():
+                if self._drains:
+                    _settle(self._drains.popleft(), None)
             case Ended():
                 self.end()
 
@@ -245,6 +274,8 @@ class PlanePush:
         """Notes that nothing of the push is under way. Idempotent."""
         self._events.clear()
         _settle(self.ended, None)
+        while self._drains:
+            _settle(self._drains.popleft(), None)
 
 
 class DataPlane:
@@ -333,7 +364,7 @@ class DataPlane:
 
     def reported(self, report: Report) -> None:
         """Passes a report on to its push. See `Listener`."""
-        assert isinstance(report, Granted | Failed | Finished | Ended)
+        assert isinstance(report, Granted | Failed | Finished | Drained | Ended)
         with self._lock:
             push = self._pushes.pop(report.number, None) if isinstance(report, Ended) else None
             push = push or self._pushes.get(report.number)

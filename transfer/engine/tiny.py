@@ -11,6 +11,7 @@ output matrix are zero): answers end by length, by a stop string, or by a ``logi
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -224,15 +225,17 @@ def make_tiny_model(
     max_model_len: int = 8192,
     dtype: str = "float32",
     window: int | None = None,
+    shape: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a checkpoint into the folder `out` (made if missing) and returns the folder.
 
     The same arguments give the same bytes. `family`, `vocabulary` and `dtype` are values of `Family`, `Vocabulary` and
     `Dtype`; raises ValueError for anything else. `window` replaces the 64 tokens of the sliding window, or of llama4's
-    attention chunk. It is at least 2; raises ValueError where the family has none. Needs torch.
+    attention chunk. It is at least 2; raises ValueError where the family has none. `shape` replaces further members of
+    the family's config. Needs torch.
     """
     out = Path(out)
-    shape = _shape(Family(family), window)
+    shape = _shape(Family(family), window) | dict(shape or {})
     tokenizer = make_tiny_tokenizer(out, vocabulary)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     ids["pad_token_id"] = tokenizer.pad_token_id

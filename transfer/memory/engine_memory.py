@@ -107,7 +107,9 @@ def _stride(tensor: torch.Tensor | None, index: int, part: Part, chunk_size: int
         raise GeometryError(
             f"a block of layer {index} has (heads, tokens, bytes) = {found}, and the layout says {shape}"
         )
-    if tensor.stride()[1:] != (shape[1] * tensor.shape[3], tensor.shape[3], 1):
+    wanted = shape[1] * tensor.shape[3], tensor.shape[3], 1
+    dimensions = zip(shape[:2] + tensor.shape[3:], tensor.stride()[1:], wanted, strict=True)
+    if any(size > 1 and stride != want for size, stride, want in dimensions):  # one head has any stride
         raise GeometryError(
             f"layer {index} has the strides {tensor.stride()}: within a block, heads and their tokens have to lie "
             "one behind the other"

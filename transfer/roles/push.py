@@ -47,8 +47,9 @@ class Push:
     Mutable state: `_session` (where pages were asked for), `_ranks` (the ranks that are written to, once granted),
     `_is_owing` (the decoder waits for our last word), `_is_asking` (for one more page), `_filled` (per page the layers
     that were filled, one bit each), `_is_granted`, `_is_wanted` (`finish` was called), `_failure` (why this push is
-    over), `_result` (what `finish` returns or raises), `_waiters` (those who wait in `finish`), `_ended`, `_timer` (for
-    the deadline). Use it on the event loop's thread only. Implements `session.PushListener` and `rank_push.WholePush`.
+    over), `_result` (what `finish` returns or raises), `_waiters` (those who wait in `finish`), `_drainers` (those who
+    wait until nothing that was filled is left to read), `_ended`, `_timer` (for the deadline). Use it on the event
+    loop's thread only. Implements `session.PushListener` and `rank_push.WholePush`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Push:
         self._failure: str | None = None
         self._result: asyncio.Future[tuple[int, float]] = loop.create_future()
         self._waiters: list[asyncio.Future[None]] = []
+        self._drainers: list[Callable[[], object]] = []
         self._ended: asyncio.Future[None] = loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -208,6 +210,12 @@ class Push:
                 self._tell_failed(self._session, reason)
         self._settle()
 
+    def when_drained(self, callback: Callable[[], object]) -> None:
+        """Calls back when nothing that was filled so far is read any more, perhaps at once. Then its local pages may be
+        used again although the push goes on."""
+        self._drainers.append(callback)
+        self._tell_drained()
+
     async def wait_ended(self) -> None:
         """Waits until no write of ours can land any more and the decoder has been told, or until the sender is closed.
 
@@ -261,6 +269,7 @@ class Push:
             self.abort(str(error))
             if isinstance(error, PeerLost):
                 rank.session.lose(error)
+        self._tell_drained()
         self._settle()
 
     def wants_pages(self, rank: RankPush) -> None:
@@ -391,6 +400,12 @@ class Push:
                 )
         elif self._is_wanted and not self._result.done() and all(rank.is_complete for rank in self._ranks):
             self._conclude()
+
+    def _tell_drained(self) -> None:
+        if self._drainers and all(rank.is_drained for rank in self._ranks):
+            drainers, self._drainers = self._drainers, []
+            for callback in drainers:
+                callback()
 
     def _wake(self) -> None:
         """Wakes everybody who waits in `finish`."""

@@ -177,6 +177,11 @@ class RankPush:
         return self._under_way == 0
 
     @property
+    def is_drained(self) -> bool:
+        """Returns whether all that was filled so far has landed, or never will."""
+        return self._under_way == 0 and not self._queue and not self._held
+
+    @property
     def is_stopped(self) -> bool:
         """Returns whether this has been stopped. Nothing more is posted then."""
         return self._is_stopped

@@ -1,7 +1,7 @@
 """A scheduler and a worker such as vLLM's, as far as a connector sees them: blocks, chunks, preemption, aborts.
 
 The KV of a token is a number made of the token, its position and the layer, so every byte that is read can be checked.
-Blocks that are given back are poisoned at once.
+Blocks that are given back are poisoned in the next step, when others may write into them.
 """
 
 from __future__ import annotations
@@ -167,6 +167,8 @@ class MiniVllm:
         self._failed: set[str] = set()
         self.free = list(range(1, num_blocks))
         self._holders: Counter[int] = Counter()
+        self._stale: set[int] = set()
+        """Blocks that were given back since the last step, and are poisoned in the next one."""
         self.requests: dict[str, Request] = {}
         self.kept: dict[str, Request] = {}
         self.preempted: set[str] = set()
@@ -299,6 +301,12 @@ class MiniVllm:
         report, sent, loaded = StepReport(), set[str](), set[str]()
         for rank in self.ranks:
             rank.worker.begin(orders)
+        for block in self._stale:  # vLLM has given them to others, who write into them in this step
+            for rank in self.ranks:
+                for tensor in rank.layers:
+                    tensor[block] = POISON
+        self._stale.clear()
+        for rank in self.ranks:
             for layer, name in enumerate(self.names):
                 for request_id, count in scheduled.items():
                     self._compute(self.requests[request_id], layer, count, rank)
@@ -362,6 +370,7 @@ class MiniVllm:
         if num_blocks and not request.blocks:
             request.blocks = [[self.free.pop() for _ in range(num_blocks)]]
             self._holders.update(request.blocks[0])
+            self._stale.difference_update(request.blocks[0])
             for rank in self.ranks:
                 for layer in range(len(self.names)):
                     self._compute(request, layer, num_blocks * self.block_size, rank)
@@ -420,9 +429,7 @@ class MiniVllm:
             self._holders[block] -= 1
             assert self._holders[block] >= 0
             if not self._holders[block]:
-                for rank in self.ranks:
-                    for tensor in rank.layers:
-                        tensor[block] = POISON
+                self._stale.add(block)
                 self.free.append(block)
 
     def _compute(self, request: Request, layer: int, count: int, rank: MiniRank) -> None:

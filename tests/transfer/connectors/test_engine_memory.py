@@ -152,6 +152,16 @@ def token_first() -> list[torch.Tensor]:
     return list(torch.zeros(2, 16, TOKENS, 2, CONTENT).transpose(2, 3).unbind(0))
 
 
+def test_one_head_has_whatever_stride_torch_gives_it() -> None:
+    """As with multi-head latent attention, which vLLM keeps by tokens."""
+    whole = torch.zeros(2, 16, TOKENS, 1, CONTENT)
+    layers = list(whole.transpose(2, 3).unbind(0))
+    assert layers[0].stride(1) != TOKENS * CONTENT
+    kv = KvLayout((LayerKv(1, CONTENT, 0, "mla"),) * 2, TOKENS, 4, "float32")
+    memory = EngineMemory(layers, kv.of_rank())
+    assert memory.placement[0].stride == TOKENS * CONTENT * 4
+
+
 def two_allocations() -> list[torch.Tensor]:
     return [*layer_first(1, 16, 2), *layer_first(1, 16, 2)]
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.transfer.connectors.mini_vllm import HYBRID, PLAIN, TOKENS, Request, until
 from tests.transfer.connectors.test_vllm_connector import NOTHING, World, new_world
-from transfer.agents.mock import Land
+from transfer.agents.fates import Fate
+from transfer.agents.mock import Hold, Land
 from transfer.agents.mock_write import MockWrite
 from transfer.connectors.vllm.messages import StepReport
 from transfer.connectors.vllm.scheduler_side import SchedulerSide
@@ -52,9 +53,18 @@ def test_prompts_that_are_sent_and_loaded_are_counted_with_their_bytes() -> None
 
 def preempted(world: World) -> None:
     prefilled = world.prefill(world.prompt(30))
-    until(lambda: prefilled.num_computed > 8, lambda: world.step(3), "never runs")
+    writes: list[MockWrite] = []
+
+    def hold(write: MockWrite) -> Fate:
+        writes.append(write)
+        return Hold()
+
+    world.agent.script = hold
+    until(lambda: prefilled.num_computed > 8 and bool(writes), lambda: world.step(3), "never runs")
     world.prefiller.preempt(prefilled)
     until(lambda: prefilled.state == "over", world.step, "not computed again")
+    for write in writes:
+        write.land()
 
 
 def given_up(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 import uuid
 from collections import Counter
@@ -299,14 +300,60 @@ def test_an_abort_gives_everything_back(when: str) -> None:
         world.check_all_free()
 
 
-def test_a_preempted_prompt_is_not_sent_and_its_answer_says_so() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_preempted_prompt_is_sent_on_when_it_is_computed_again(is_late: bool) -> None:
+    """Its blocks become others' in the same step, and what was sent of them may still be under way."""
     with new_world() as world:
+        writes: list[MockWrite] = []
+
+        def hold(write: MockWrite) -> Fate:
+            writes.append(write)
+            return Hold()
+
+        def land() -> None:
+            world.agent.script = lambda write: Land()
+            for write in writes:
+                write.land()
+
         prefilled = world.prefill(world.prompt(30))
+        if is_late:
+            world.agent.script = hold
         until(lambda: prefilled.num_computed > 8, lambda: world.step(3), "never runs")
+        until(lambda: bool(writes) == is_late, lambda: None, "nothing is under way")
+        world.prefiller.preempt(prefilled)
+        late = threading.Timer(0.1, land)
+        late.start()
+        world.step(3)
+        late.join()
+        world.until_ready(prefilled)
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        assert decoded.wrong == []
+        assert not decoded.failed_load
+        world.check_all_free()
+
+
+def test_a_preempted_prompt_of_which_something_is_read_for_too_long_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_side, "DRAIN_S", 0.05)
+    with new_world() as world:
+        writes: list[MockWrite] = []
+
+        def hold(write: MockWrite) -> Fate:
+            writes.append(write)
+            return Hold()
+
+        world.agent.script = hold
+        prefilled = world.prefill(world.prompt(30))
+        until(lambda: prefilled.num_computed > 8 and bool(writes), lambda: world.step(3), "never runs")
         world.prefiller.preempt(prefilled)
         until(lambda: prefilled.state == "over", world.step, "not computed again")
         assert prefilled.reply is not None
         assert "preempted" in prefilled.reply["failure"]
+        assert world.holding(prefilled) is not Holding.READY
+        for write in writes:
+            write.land()
         world.check_all_free()
 
 
@@ -553,9 +600,10 @@ def test_what_the_decoder_has_forgotten_meanwhile_is_computed_again() -> None:
     [*((seed, (1, 1)) for seed in range(SEED, SEED + 6)), (SEED, (1, 2)), (SEED, (2, 2))],
 )
 def test_whatever_happens_in_whatever_order_nothing_is_wrong_and_nothing_is_lost(
-    seed: int, num_ranks: tuple[int, int]
+    seed: int, num_ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of any size, writes that land late, aborts and preemptions at any moment, blocks reused and poisoned."""
+    monkeypatch.setattr(worker_side, "DRAIN_S", 0.02)
     dice = random.Random(seed)
     random.seed(seed)
     with new_world(num_ranks=num_ranks, pages=((1, 1), (2, 1), (1, 2))[seed % 3]) as world:

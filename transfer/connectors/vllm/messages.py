@@ -79,6 +79,8 @@ class StepOrders:
     """All orders of one step, in the order in which they are carried out."""
 
     opens: list[OpenPush] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    """The requests whose blocks vLLM has taken away and may write over in this step. Their pushes go on."""
     aborts: dict[str, str] = field(default_factory=dict)
     """The pushes that are to be given up, by request, and why."""
     fills: list[Fill] = field(default_factory=list)
@@ -90,7 +92,8 @@ class StepOrders:
     """Tells every worker, once, that some worker's data plane is over: this engine can send nothing any more."""
 
     def __bool__(self) -> bool:
-        return bool(self.opens or self.aborts or self.fills or self.loads or self.releases or self.is_broken)
+        orders = self.opens, self.preempted, self.aborts, self.fills, self.loads, self.releases, self.is_broken
+        return any(map(bool, orders))
 
 
 @dataclass(slots=True)

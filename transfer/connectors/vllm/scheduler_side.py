@@ -206,6 +206,7 @@ class SchedulerSide:
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             if (outgoing := self._outgoing.get(request_id)) is not None:
+                outgoing.block_ids = outgoing.block_ids or [[] for _ in self._groups]
                 for known, ids in zip(outgoing.block_ids, new_ids or (), strict=False):
                     known.extend(ids)
                 self._fill(request_id, outgoing, computed + num_tokens[request_id])
@@ -347,11 +348,12 @@ class SchedulerSide:
             self.pool.give_up(held)
 
     def _preempted(self, request_id: str) -> None:
-        """Gives up a push whose blocks vLLM has taken away: what a late write carries is not this request's."""
-        self._give_up(request_id)
-        outgoing = self._outgoing.get(request_id)
-        if outgoing is not None and outgoing.failure is None:
-            self._fail(request_id, outgoing, "vLLM has preempted the request", "preempted")
+        """Has the workers wait for what is being read of blocks that vLLM has taken away, and may write over in this
+        step. The push goes on: the blocks that were sent were right, and vLLM computes the others again."""
+        self._give_up(request_id)  # nobody is given these before the next step
+        if (outgoing := self._outgoing.get(request_id)) is not None:
+            outgoing.block_ids = []
+            self._orders.preempted.append(request_id)
 
     def _fail(self, request_id: str, outgoing: _Outgoing, reason: str, kind: str | None = None) -> None:
         outgoing.failure, outgoing.failure_kind = reason, kind

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +36,8 @@ PIECE_BYTES = 64 << 20
 
 _LOST = AttemptLost, IllegalTransition
 """The errors that are raised for KV that is not there (any more)."""
+DRAIN_S = 0.5
+"""The longest time, in seconds, that a step waits for what is being read of blocks that vLLM has taken away."""
 
 
 class Inbox(Protocol):
@@ -59,6 +61,8 @@ class _Sending:
     was_failed: bool = False
     is_awaited: bool = False
     """True once vLLM keeps its blocks until it is reported."""
+    was_preempted: bool = False
+    """True where it was given up because vLLM has taken its blocks away."""
     fault: TransferError | None = None
     """The reason why it could not be begun."""
     opened_at: float = field(default_factory=time.monotonic)
@@ -81,7 +85,8 @@ class _Sending:
         """Returns how a push that is over has gone."""
         if self.push is None or self.push.failure is not None:
             error = self.fault if self.push is None else self.push.error
-            return Pushed(wait_s=_span_s(self.opened_at, self.granted_at), failure=push_failure(error))
+            failure = "preempted" if self.was_preempted else push_failure(error)
+            return Pushed(wait_s=_span_s(self.opened_at, self.granted_at), failure=failure)
         return Pushed(
             self.push.finished.result(0)[0],
             len(self.push.table) - self.push.num_sent,
@@ -169,6 +174,7 @@ class WorkerSide:
         self.is_broken = self.is_broken or orders.is_broken
         for opened in orders.opens:
             self._open(opened)
+        self._drain(orders.preempted)
         for request_id, reason in orders.aborts.items():
             if (sending := self._sending.get(request_id)) is not None and sending.push is not None:
                 sending.push.abort(reason)
@@ -261,6 +267,19 @@ class WorkerSide:
             fault = error
             self._report.failed[order.request_id] = str(error)
         self._sending[order.request_id] = _Sending(push, fault=fault)
+
+    def _drain(self, request_ids: Sequence[str]) -> None:
+        """Waits until nothing is read any more of blocks that this step may write over. A push of which something is
+        read for too long is given up: what it carries then may not be this request's."""
+        known = (self._sending.get(request_id) for request_id in request_ids)
+        drains = [
+            (one, one.push, one.push.drain()) for one in known if one is not None and one.push and not one.is_over
+        ]
+        wait([drained for _, _, drained in drains], DRAIN_S)
+        for sending, push, drained in drains:
+            if not drained.done():
+                sending.was_preempted = True
+                push.abort("vLLM has preempted the request, and the decoder takes its time to receive what was sent")
 
     def _prepare(self, fill: Fill) -> _Filling | None:
         sending = self._sending.get(fill.request_id)
