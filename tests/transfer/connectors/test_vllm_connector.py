@@ -608,7 +608,7 @@ def test_an_answer_that_says_otherwise_what_was_not_sent_is_a_failed_load(num_ca
         decoded = world.decode(prefilled)
         until(lambda: decoded.state == "over", world.step, "it hangs")
         assert decoded.wrong == []
-        assert decoded.failed_load or num_cached == 6
+        assert decoded.failed_load
         world.decoder.cache.clear()
         world.check_all_free()
 
