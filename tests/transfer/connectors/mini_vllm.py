@@ -53,6 +53,8 @@ HYBRID = KvLayout(
 PLAIN = KvLayout((LayerKv(HEADS, CONTENT, 0),) * 2, TOKENS, 4, "float32", grouping=((0, 1),))
 LATENT = KvLayout((LayerKv(1, CONTENT, 0, "mla"),) * 2, TOKENS, 4, "float32", grouping=((0, 1),))
 """What MLA keeps: one latent, the same on every rank."""
+WINDOWED = KvLayout((LayerKv(HEADS, CONTENT, 0, "sliding", WINDOW),) * 2, TOKENS, 4, "float32", grouping=((0, 1),))
+"""A model whose layers all have a window."""
 POISON = -1.0
 
 
@@ -142,7 +144,7 @@ class MiniVllm:
         self.names = [f"layer {index}" for index in range(len(kv.layers))]
         self.cache: dict[bytes, list[int]] = {}
         """The decoder's prefix cache: block hash → the block's tokens."""
-        self.has_names = not self.is_hybrid and kv.layers[0].kind == "full"
+        self.has_names = not self.is_hybrid
         self.ranks = [MiniRank(kv, num_ranks, index, num_blocks, pages_per_block, device) for index in range(num_ranks)]
         if sends:
             for rank in self.ranks:

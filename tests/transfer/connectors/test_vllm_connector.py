@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.transfer.connectors.mini_vllm import HYBRID, PLAIN, TOKENS, MiniVllm, Request, until
+from tests.transfer.connectors.mini_vllm import HYBRID, PLAIN, TOKENS, WINDOWED, MiniVllm, Request, until
 from transfer.agents.fates import Fate
 from transfer.agents.mock import Hold, Land, MockAgent, MockFabric
 from transfer.agents.mock_write import MockWrite
@@ -149,6 +149,19 @@ def new_world(
 def test_the_decoder_has_every_token_but_the_last(num_tokens: int) -> None:
     """Also where the window of the last token begins with a block."""
     with new_world() as world:
+        prefilled = world.prefill(world.prompt(num_tokens))
+        world.until_ready(prefilled)
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        assert decoded.wrong == []
+        assert not decoded.failed_load
+        world.check_all_free()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 10, 17, 30])
+def test_a_model_whose_layers_all_have_a_window_is_served(num_tokens: int) -> None:
+    """Its pages are fewer than its prompt's blocks, so no block's name is that of the page at the same place."""
+    with new_world(WINDOWED) as world:
         prefilled = world.prefill(world.prompt(num_tokens))
         world.until_ready(prefilled)
         decoded = world.decode(prefilled)
@@ -578,6 +591,26 @@ def test_unlike_names_for_blocks_are_told_once_with_the_way_out(caplog: pytest.L
         transfer()
         assert caplog.text.count("PYTHONHASHSEED") == 1
         assert "named alike, and named otherwise here" in caplog.text
+
+
+@pytest.mark.parametrize("num_cached", [0, 4, 6])
+def test_an_answer_that_says_otherwise_what_was_not_sent_is_a_failed_load(num_cached: int) -> None:
+    """Else pages would be copied to the places of others, or the worker would end."""
+    with new_world(PLAIN) as world:
+        prompt = world.prompt(26)
+        world.decoder.remember(prompt, 22)
+        prefilled = world.prefill(prompt)
+        world.until_ready(prefilled)
+        assert prefilled.reply is not None
+        assert prefilled.reply["num_cached"] == 5
+        prefilled.reply["num_cached"] = num_cached
+        world.decoder.remember(prompt, 26)
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "it hangs")
+        assert decoded.wrong == []
+        assert decoded.failed_load
+        world.decoder.cache.clear()
+        world.check_all_free()
 
 
 def test_what_the_decoder_has_forgotten_meanwhile_is_computed_again() -> None:

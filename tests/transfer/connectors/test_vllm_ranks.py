@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -29,7 +30,7 @@ from transfer.memory.buffer import PagedBuffer
 from transfer.memory.reservations import Holding
 from transfer.plan.layout import KvLayout
 from transfer.roles.handshake import Identity
-from transfer.roles.receiver import ReceiverConfig
+from transfer.roles.receiver import Receiver, ReceiverConfig
 
 AT_ONCE_S = 5.0
 """Less than any deadline of the ranks' own."""
@@ -82,6 +83,33 @@ def test_every_rank_of_the_decoder_has_every_token_but_the_last(kv: KvLayout, nu
             assert decoded.wrong == []
             assert not decoded.failed_load
         world.check_all_free()
+
+
+@pytest.mark.parametrize(
+    ("kv", "num_ranks"),
+    [(PLAIN, (4, 1)), (PLAIN, (4, 2)), (LATENT, (2, 1)), (LATENT, (4, 2))],
+    ids=lambda one: str(one) if isinstance(one, tuple) else one.layers[0].kind,
+)
+def test_a_rank_that_writes_nothing_does_not_hide_what_the_decoder_has(
+    kv: KvLayout, num_ranks: tuple[int, int]
+) -> None:
+    """Several of the prefiller's ranks have the same heads, and one of them sends. The last word is another's."""
+    with new_world(kv, num_ranks) as world:
+        prompt = world.prompt(26)
+        world.decoder.remember(prompt, 16)
+        prefilled = world.prefill(prompt)
+        world.until_ready(prefilled)
+        assert prefilled.reply is not None
+        assert prefilled.reply["num_cached"] == 4
+        decoded = world.decode(prefilled)
+        until(lambda: decoded.state == "over", world.step, "no answer")
+        assert decoded.wrong == []
+        assert not decoded.failed_load
+        world.decoder.cache.clear()
+        world.check_all_free()
+        statistics = world.prefiller.scheduler.take_statistics()
+        assert statistics is not None
+        assert statistics.present_blocks == 4
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -294,6 +322,35 @@ def test_a_rank_that_cannot_begin_is_known_to_rank_0_at_once(tmp_path: Path, mon
     joining.join()
     thread.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_ends_while_the_receiver_is_opened_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else attempts would be kept for it that the others have read."""
+    listener, path = listen_privately(socket.SOCK_STREAM, 1)
+    others, second, start = OtherRanks(listener, path, 2), RankThread(1), Receiver.start
+
+    async def start_late(receiver: Receiver) -> None:
+        second._loop.call_soon_threadsafe(second._writer.close)  # type: ignore[union-attr]
+        while others.lost is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await start(receiver)
+
+    monkeypatch.setattr(Receiver, "start", start_late)
+    layout = HYBRID.of_rank(2, 1)
+    made = MockAgent(MockFabric(), "other"), PagedBuffer(16, layout.page_bytes)
+    joining = threading.Thread(target=second.join, args=(path, lambda: made, Identity("mini", layout)))
+    thread = ReceiverThread(no_facts, lambda: True, "127.0.0.1", free_ports(1)[0])
+    layout = HYBRID.of_rank(2, 0)
+    agent, buffer = MockAgent(MockFabric(), "first"), PagedBuffer(16, layout.page_bytes)
+    try:
+        thread.start()
+        joining.start()
+        with pytest.raises(TransferError, match="rank 1 of this engine is gone"):
+            thread.receive(agent, buffer, Identity("mini", layout), ReceiverConfig(), None, others)
+    finally:
+        joining.join()
+        thread.close()
+        second.close()
 
 
 def test_a_socket_whose_path_is_too_long_is_named_with_the_way_out(

@@ -10,7 +10,7 @@ import msgspec
 
 from transfer.connectors.vllm.prompt_digest import PromptDigest
 from transfer.connectors.vllm.transfer_statistics import Pushed
-from transfer.wire import Name, PushParams
+from transfer.wire import Count, Name, PushParams
 
 
 class LoadParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,7 +24,7 @@ class LoadParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: str | None = None
     is_receiver_lost: bool = False
     """True where the failure is that the decoder's receiver does not answer."""
-    num_cached: int = 0
+    num_cached: Count = 0
     """Counts the first pages that were not sent, because the decoder's vLLM had them in its own cache."""
     names: str = ""
     """A fingerprint of how the prefiller's vLLM names blocks; empty where its names are not used. Where the decoder's
@@ -103,7 +103,8 @@ class StepReport:
     granted: Counter[str] = field(default_factory=Counter)
     """Counts, per request, the workers that have pages at the decoder now."""
     num_cached: dict[str, int] = field(default_factory=dict)
-    """Counts, per request that has its pages, the first of them that need not be sent."""
+    """Counts, per request that has its pages, the first of them that need not be sent, where there are any. A worker
+    that writes to no rank of the decoder does not know."""
     failed: dict[str, str] = field(default_factory=dict)
     """The requests whose push has failed, and why."""
     unanswered: set[str] = field(default_factory=set)

@@ -98,6 +98,8 @@ class ReceiverThread(LoopThread):
             self._receiver, self._takes = receiver, SharedTakes(receiver)
             if others is not None:
                 others.takes = self._takes
+                if others.lost is not None:  # meanwhile: nobody has told `takes`
+                    raise others.lost
             self._look_at_pages()
 
         try:

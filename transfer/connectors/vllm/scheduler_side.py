@@ -96,8 +96,9 @@ class SchedulerSide:
         names: Callable[[], str] = str,
         input_namer: str = "",
     ) -> None:
-        """Takes `names_pages`, True where pages are known by vLLM's own block hashes, which hold LoRA, images and salt.
-        There is one page group then, and vLLM hashes its blocks. `block_size` is the tokens of a block of vLLM's.
+        """Takes `names_pages`, True where pages may be known by vLLM's own block hashes, which hold LoRA, images and
+        salt. There is one page group then, and vLLM hashes its blocks; where it has a window, not all of them have a
+        page, and pages stay without names. `block_size` is the tokens of a block of vLLM's.
         `names` returns a fingerprint of how vLLM hashes, once it has been started. `input_namer` tells how this engine
         names images and other inputs (see `prompt_digest`)."""
         self.pool: BlockPool | None = None
@@ -105,7 +106,7 @@ class SchedulerSide:
         self._block_size = block_size
         self._num_workers = num_workers
         self._groups = groups
-        self._names_pages = names_pages
+        self._names_pages = names_pages and all(group.window is None for group in groups)
         self._names = names
         self._strange_names: set[str] = set()
         self._pages_per_block = pages_per_block
@@ -233,7 +234,7 @@ class SchedulerSide:
         for request_id, count in report.granted.items():
             if (outgoing := self._outgoing.get(request_id)) is not None:
                 outgoing.num_granted += count
-                outgoing.num_cached = report.num_cached.get(request_id, 0)
+                outgoing.num_cached = report.num_cached.get(request_id, outgoing.num_cached)
         for request_id, reason in report.failed.items():
             if (outgoing := self._outgoing.get(request_id)) is not None and outgoing.failure is None:
                 log.warning("request %s: attempt %s failed: %s", request_id, outgoing.params.attempt, reason)

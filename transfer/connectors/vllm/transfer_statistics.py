@@ -38,8 +38,9 @@ class Pushed:
     """`Pushed` says how one rank's part of a push has gone, or that of several ranks added up."""
 
     num_bytes: int = 0
-    num_present: int = 0
-    """Counts the blocks that were not sent because the decoder had them."""
+    num_present: int | None = None
+    """Counts the blocks that were not sent because the decoder had them. None where none were granted. To a rank that
+    writes nothing all seem to be there."""
     wait_s: float | None = None
     """The seconds from the request for pages to their grant. None where none were granted."""
     tail_s: float | None = None
@@ -50,7 +51,8 @@ class Pushed:
     def add(self, other: Pushed) -> None:
         """Adds another rank's part."""
         self.num_bytes += other.num_bytes
-        self.num_present = max(self.num_present, other.num_present)
+        told = [count for count in (self.num_present, other.num_present) if count is not None]
+        self.num_present = min(told, default=None)
         self.wait_s = _later(self.wait_s, other.wait_s)
         self.tail_s = _later(self.tail_s, other.tail_s)
         if self.failure in (None, _FOLLOWS):
@@ -85,7 +87,7 @@ class TransferStatistics:
         failure = failure or pushed.failure
         if failure is None:
             self.num_pushes += 1
-            self.present_blocks += pushed.num_present
+            self.present_blocks += pushed.num_present or 0
             self.send_tails_s += [] if pushed.tail_s is None else [pushed.tail_s]
         else:
             self.failed_pushes[failure] += 1

@@ -249,7 +249,8 @@ class WorkerSide:
             elif not one.was_granted and one.push.granted.done():
                 one.was_granted = True
                 self._report.granted[request_id] += 1
-                self._report.num_cached[request_id] = one.push.num_cached
+                if one.push.num_cached:
+                    self._report.num_cached[request_id] = one.push.num_cached
         if not self._was_broken and self._plane is not None and self._plane.over is not None:
             self._was_broken = self._report.is_broken = True
         report, self._report = self._report, StepReport()
@@ -336,6 +337,10 @@ class WorkerSide:
     def _copy(self, load: Load, pages: list[int]) -> Event | None:
         """Copies an attempt's pages into vLLM's blocks. Returns an event behind the copies, or None."""
         table = page_table(self._layout.kv.groups, load.num_tokens, self._layout.chunk_size)
+        if len(pages) != len(table) - load.num_cached:  # else each page would go to another page's place
+            raise AttemptLost(
+                f"{len(pages)} pages are here, and the request says {load.num_cached} of {len(table)} were not sent"
+            )
         if self._is_cuda:
             self._stream.wait_stream(torch.cuda.current_stream())  # which may still be reading what was in the blocks
         with torch.cuda.stream(self._stream) if self._is_cuda else torch.no_grad():
