@@ -68,24 +68,21 @@ def build_app(
     *,
     generation_routes: Mapping[str, GenerationRoute],
     pool: Pool,
-    board: KvBoard,
     orchestrator: Orchestrator,
-    reaper: Reaper,
-    metrics: Metrics,
-    recent: Recent,
-    descriptors: DescriptorBudget,
-    memory: MemoryBudget,
     keys: ApiKeys,
     cors_origins: Sequence[str],
     lifespan: Lifespan,
+    elsewhere: ASGIApp | None = None,
 ) -> App:
-    """Returns the ASGI application; `lifespan` starts and stops what runs behind it."""
+    """Returns the ASGI application; `lifespan` starts and stops what runs behind it. Requests for which it has no route
+    go `elsewhere`, where that is given."""
     app = App(DirectRoutes(generation_routes, may_be_asked_from_elsewhere=bool(cors_origins)), lifespan=lifespan)
     for path, endpoint in generation_routes.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, pool, keys)
     _add_health_routes(app, pool, orchestrator)
-    _add_operator_routes(app, Status(pool, board, orchestrator, reaper, recent, descriptors, memory), metrics)
+    if elsewhere is not None:
+        app.router.default = elsewhere
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ProxyError, _on_proxy_error)
     app.add_exception_handler(Exception, _on_bug)
@@ -205,7 +202,9 @@ def _who_is_not(pool: Pool) -> str:
     return "; ".join(f"{one.name} ({one.role}) is {one.health}{one.why and f': {one.why}'}" for one in waiting)
 
 
-def _add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None:
+def add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None:
+    """Adds the pages for operators."""
+
     @app.get("/")
     async def front_page() -> Response:
         """Says whom one has reached, and what else there is to ask."""

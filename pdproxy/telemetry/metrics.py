@@ -51,7 +51,9 @@ class Metrics:
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, *, is_front: bool = False) -> None:
+        """Takes `is_front`, which leaves out what another process tells: of the fleet, and of this machine's view of
+        it."""
         self._phase_s = Durations("pdproxy_phase_seconds", "Where requests spend their time", "phase")
         self._request_s = Durations("pdproxy_request_seconds", "Whole requests", "path")
         self._first_s = Durations("pdproxy_first_token_seconds", "Streams, until their first event", "path")
@@ -78,8 +80,11 @@ class Metrics:
         ):
             registry.register(counted)
         Gauge("pdproxy_build_info", "Always 1", ["version"], registry=registry).labels(__version__).set(1)
-        for collector in (_Slots(sources.pool), FleetMetrics(sources.pool), _Requests(sources), _Signals(sources)):
-            registry.register(collector)
+        if not is_front:
+            registry.register(_Slots(sources.pool))
+            registry.register(FleetMetrics(sources.pool))
+        registry.register(_Requests(sources))
+        registry.register(_Signals(sources))
         registry.register(_Log())
         self._of_models.register(registry)
         ProcessCollector(registry=registry)
