@@ -117,6 +117,11 @@ class Worker:
             messages.Wanted: session.wanted,
         }
 
+    def tell(self, message: Any) -> None:
+        """Sends a message to a front that has said who it is: before that it knows of nothing but its welcome."""
+        if self._session is not None:
+            self.channel.send(message)
+
     def _pong(self, message: messages.Pong) -> None:
         self.num_unanswered = 0
 
@@ -194,6 +199,7 @@ class Workers:
         self._present: list[Worker | None] = [None] * len(ends)
         self._alive: dict[Worker, None] = {}
         self._pauses_s = [FIRST_PAUSE_S / 2] * len(ends)
+        self._is_leaving = False
         self._is_ending = False
         self._tasks: anyio.abc.TaskGroup | None = None
         self._stirred = asyncio.Event()
@@ -214,6 +220,8 @@ class Workers:
 
     def _stir(self) -> None:
         """Wakes all who wait for a change. An event can be set only once, so that the next ones get a new one."""
+        if self._is_leaving:
+            self.leave()
         self._stirred.set()
         self._stirred = asyncio.Event()
 
@@ -296,8 +304,9 @@ class Workers:
 
     def leave(self) -> None:
         """Has the fronts tell their clients to go elsewhere."""
+        self._is_leaving = True
         for worker in self._alive:
-            worker.channel.send(messages.Leave())
+            worker.tell(messages.Leave())
 
     async def end(self) -> None:
         """Ends all fronts, which finish what they have within their own limits."""
@@ -326,7 +335,7 @@ class Workers:
         """Passes a KV signal on to all fronts. Returns True."""
         frame = msgspec.msgpack.encode(told)
         for worker in self._alive:
-            worker.channel.send(messages.Signal(frame))
+            worker.tell(messages.Signal(frame))
         return True
 
     def status(self) -> list[dict[str, Any]]:
