@@ -27,6 +27,7 @@ from pdproxy.config.settings import Settings
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
 from pdproxy.dashboard.snapshotter import Snapshotter
+from pdproxy.dashboard.traffic import Traffic
 from pdproxy.engines.adapter import Adapter
 from pdproxy.engines.factory import TAKE_IDS, make_adapter, warn_of_mistakes
 from pdproxy.engines.http.base import EngineClient
@@ -61,6 +62,7 @@ from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.app import App, Status, add_operator_routes, build_app
 from pdproxy.server.process_memory import allowed_bytes
 from pdproxy.server.routes import BODY_COPIES, GenerationRoute
+from pdproxy.telemetry.figures import Elsewhere
 from pdproxy.telemetry.log import RequestLog
 from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observer, Observers, Recent
@@ -118,9 +120,7 @@ class Proxy:
     reload: Callable[[], None] | None
     """Has the fleet's file read again; None where there is none."""
     counts: TokenCounts
-    metrics: Metrics
-    workers: list[Callable[[], list[dict[str, Any]]]]
-    """What tells of the fronts, where there are any."""
+    elsewhere: Elsewhere
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when pages or expectations do not add up."""
@@ -177,7 +177,8 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         descriptors=descriptors,
         memory=memory,
     )
-    metrics, recent = Metrics(sources), Recent()
+    elsewhere = Elsewhere()
+    metrics, recent = Metrics(sources, elsewhere=elsewhere), Recent()
     lag = LoopLag(metrics.loop_lagged)
     tracing, keys = make_tracing(settings.otlp_endpoint), ApiKeys(settings.api_keys, settings.api_keys_file)
     observer = Observers([metrics, RequestLog(), recent, tracing])
@@ -203,8 +204,8 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
             pool=pool,
             orchestrator=orchestrator,
             reaper=reaper,
-            metrics=metrics,
-            recent=recent,
+            traffic=Traffic(orchestrator, metrics, recent),
+            elsewhere=elsewhere,
             can_change=not admin_keys.is_open,
         )
     )
@@ -222,7 +223,8 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         cors_origins=cors_origins(settings),
         lifespan=running.lifespan,
     )
-    add_operator_routes(app, Status(pool, board, orchestrator, reaper, recent, descriptors, memory), metrics)
+    status = Status(pool, board, orchestrator, reaper, recent, descriptors, memory, elsewhere)
+    add_operator_routes(app, status, metrics)
     app.include_router(admin_router(pool, membership, admin_keys, allow_link_local=settings.allow_link_local))
     app.router.routes.extend(dashboard_routes(feed))
     return Proxy(
@@ -242,8 +244,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         hurry=running.hurry,
         reload=None if watch is None else watch.reload,
         counts=counts,
-        metrics=metrics,
-        workers=[],
+        elsewhere=elsewhere,
     )
 
 
@@ -573,8 +574,10 @@ def instance_maker(
     *,
     make_adapter: MakeAdapter = make_adapter,
     clock: Clock = time.monotonic,
+    kind: type[Instance] = Instance,
 ) -> MakeInstance:
-    """Returns a function that makes instances as the options want them; `on_ended` is told when a process has ended."""
+    """Returns a function that makes instances of this `kind` as the options want them; `on_ended` is told of processes
+    that have ended."""
     shapes = Shapes()
     care = HealthPolicy(
         misses=settings.probe_misses,
@@ -590,7 +593,7 @@ def instance_maker(
         if not settings.allow_link_local and is_link_local(urlsplit(one.url).hostname or ""):
             log.warning("%s is at %s, which is a link-local address or a cloud's metadata service", one.name, one.url)
         client = make_client(one)
-        instance = Instance(
+        instance = kind(
             one,
             client=client,
             adapter=make_adapter(one, settings),

@@ -21,7 +21,7 @@ MAX_FRAME_BYTES = 1 << 28
 _LENGTH = struct.Struct(">I")
 
 Handlers = Mapping[type, Callable[[Any], object]]
-"""What is done with each class of messages."""
+"""The function that is called with each message of a class, by the class."""
 
 
 class Channel(asyncio.Protocol):

@@ -1,4 +1,4 @@
-"""What a front does not answer itself goes to the leader: the pages for operators, and the admin API."""
+"""The module passes on to the leader what a front does not answer: the pages for operators, and the admin API."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 from fastapi import FastAPI
@@ -27,8 +28,8 @@ from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.aio.loop_lag import LoopLag
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
-from pdproxy.engines.factory import TAKE_IDS, make_adapter
-from pdproxy.engines.http.http1.client import Http1Client
+from pdproxy.dashboard.traffic import Traffic
+from pdproxy.engines.factory import TAKE_IDS
 from pdproxy.engines.traits import KvReady
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.instance import Instance
@@ -46,7 +47,8 @@ from pdproxy.orchestrator.orchestrator import Orchestrator
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.serve import Server
 from pdproxy.server.api_keys import ApiKeys
-from pdproxy.server.app import App, build_app
+from pdproxy.server.app import App, Status, build_app
+from pdproxy.telemetry.figures import Figures
 from pdproxy.telemetry.log import RequestLog, configure
 from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observers, Recent
@@ -67,7 +69,9 @@ class Front:
     pool: Pool
     board: KvBoard
     orchestrator: Orchestrator
+    reaper: Reaper
     admission: FrontAdmission
+    recent: Recent
     descriptors: DescriptorBudget
     memory: MemoryBudget
     listen: Callable[[], None]
@@ -83,14 +87,17 @@ class Front:
         self.board.check_integrity()
 
 
-def assemble_front(welcome: messages.Welcome, channel_socket: socket.socket) -> Front:
-    """Builds a front and starts nothing. Raises `ConfigError` where an option cannot be met."""
+def assemble_front(
+    welcome: messages.Welcome, channel_socket: socket.socket, *, make_client: parts.MakeClient | None = None
+) -> Front:
+    """Builds a front and starts nothing. Raises `ConfigError` where an option cannot be met. `make_client` replaces
+    HTTP, for tests."""
     settings = Settings(**welcome.settings)
     settings = settings.model_copy(
         update={"proxy_port": 0, "retry_min_per_s": settings.retry_min_per_s / welcome.num_fronts}
     )
     descriptors = DescriptorBudget()
-    make_client = parts.http_client(settings, descriptors)
+    make_client = make_client or parts.http_client(settings, descriptors)
     board = KvBoard()
     router = parts.make_router(settings, random.Random())
     link = _Link()
@@ -99,20 +106,13 @@ def assemble_front(welcome: messages.Welcome, channel_socket: socket.socket) -> 
     pool = Pool(admission)
     signals = parts.Signals(board, settings, pool)
 
+    make_instance = parts.instance_maker(settings, admission, board.fail_epoch, make_client, kind=MirroredInstance)
+
     def make(one: InstanceSettings, place: int) -> MirroredInstance:
-        client = make_client(one)
-        instance = MirroredInstance(
-            one,
-            client=client,
-            adapter=make_adapter(one, settings),
-            admission=admission,
-            on_ended=board.fail_epoch,
-        )
+        instance = cast(MirroredInstance, make_instance(one, False))
         instance.mirrored_by(place, channel.send, admission)
         if instance.adapter.traits.ready is KvReady.ENGINES:  # then both legs are sent at once
             descriptors.legs_per_request = 2
-        if isinstance(client, Http1Client):
-            client.on_lost(instance.look_soon)
         signals.hear(instance)
         return instance
 
@@ -184,7 +184,9 @@ def assemble_front(welcome: messages.Welcome, channel_socket: socket.socket) -> 
         pool=pool,
         board=board,
         orchestrator=orchestrator,
+        reaper=reaper,
         admission=admission,
+        recent=recent,
         descriptors=descriptors,
         memory=memory,
         listen=signals.open,
@@ -193,6 +195,15 @@ def assemble_front(welcome: messages.Welcome, channel_socket: socket.socket) -> 
         channel=channel,
         server=[],
     )
+    status = Status(pool, board, orchestrator, reaper, recent, descriptors, memory)
+    traffic = Traffic(orchestrator, metrics, recent)
+
+    def figures() -> Figures:
+        return Figures(
+            counted={"status": status.counted(), "traffic": traffic.counted(), "metrics": metrics.counted()},
+            present={"status": status.present(), "traffic": traffic.present(), "metrics": metrics.present()},
+        )
+
     link.front = front
     channel.handlers = {
         messages.Joined: mirror.joined,
@@ -204,7 +215,7 @@ def assemble_front(welcome: messages.Welcome, channel_socket: socket.socket) -> 
         messages.Refused: lambda message: admission.refused(message.attempt, refused_by(message)),
         messages.Settled: lambda message: admission.settled(message.attempt, message.evidence),
         messages.Signal: lambda message: _deliver(board, message.frame),
-        messages.Ping: lambda message: channel.send(messages.Pong(message.number)),
+        messages.ReportNow: lambda message: channel.send(messages.Report(message.number, figures())),
         messages.Leave: lambda message: orchestrator.leave(),
         messages.Retire: lambda message: link.retire(),
     }

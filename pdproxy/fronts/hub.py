@@ -30,6 +30,7 @@ from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.routing.candidate import NO_HINTS, RoutingHints
 from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fronts import messages
+from pdproxy.fronts.channel import Handlers
 from pdproxy.orchestrator.reaper import Reaper
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class FrontAttempt:
         self.demand = demand
         self.grant: Grant | None = None
         self.bound: set[bool] = set()
-        """For each place that the attempt is bound to, whether that is the owner."""
+        """The places that the attempt is bound to: True stands for the owner, False for its peer."""
         self.guard: ReleaseCall | None = None
         self.expectation = None
         self._way: Way | None = None
@@ -164,6 +165,27 @@ class Session:
         self._legs: dict[tuple[int, int], _Leg] = {}
         self._queued: dict[Instance, int] = {}
         self._told: dict[int, tuple[Any, Any, Any]] = {}
+
+    @property
+    def handlers(self) -> Handlers:
+        """The functions that take what the front says."""
+        return {
+            messages.Ask: self.ask,
+            messages.Cancel: self.cancel,
+            messages.Resize: self.resize,
+            messages.Sent: self.sent,
+            messages.Shrink: self.shrink,
+            messages.Free: self.free,
+            messages.Abandon: self.abandon,
+            messages.Hurry: self.hurry,
+            messages.Unbound: self.unbound,
+            messages.LegStarted: self.leg_started,
+            messages.LegFinished: self.leg_finished,
+            messages.Queued: self.queued,
+            messages.Suspect: self.suspect,
+            messages.Blame: self.blame,
+            messages.Wanted: self.wanted,
+        }
 
     # ── what it is told ─────────────────────────────────────────────────────────────────────────────────────────────
 

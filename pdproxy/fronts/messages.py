@@ -13,6 +13,7 @@ import msgspec
 
 from pdproxy.engines.info import EngineInfo
 from pdproxy.fleet.token_counts import TokenizerReport
+from pdproxy.telemetry.figures import Figures
 
 PROTOCOL = 1
 """The number of this set of messages. Both ends must have the same."""
@@ -50,7 +51,7 @@ class Ask(_Message, tag=1):
     is_again: bool
     session: str | None
     key: bytes | None
-    """What its prompt begins with, in the form that routing goes by."""
+    """The beginning of its prompt, in the form that routing goes by; None where routing does not."""
 
 
 class Cancel(_Message, tag=2):
@@ -164,15 +165,10 @@ class Wanted(_Message, tag=16):
 
 
 class Report(_Message, tag=17):
-    """The answer to `ReportNow`: what the pages for operators show of this front."""
+    """The answer to `ReportNow`, and a sign of life."""
 
     number: int
-    content: bytes
-    """A `figures.Figures` in JSON."""
-
-
-class Pong(_Message, tag=18):
-    number: int
+    figures: Figures
 
 
 class Serving(_Message, tag=19):
@@ -267,11 +263,9 @@ class Signal(_Message, tag=40):
     frame: bytes
 
 
-class Ping(_Message, tag=41):
-    number: int
-
-
 class ReportNow(_Message, tag=42):
+    """Asks a front for its figures. Numbers grow."""
+
     number: int
 
 
@@ -308,7 +302,6 @@ FromFront = (
     | Blame
     | Wanted
     | Report
-    | Pong
     | Serving
 )
 FromLeader = (
@@ -321,7 +314,6 @@ FromLeader = (
     | Refused
     | Settled
     | Signal
-    | Ping
     | ReportNow
     | Leave
     | Retire

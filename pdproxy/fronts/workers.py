@@ -30,14 +30,17 @@ from pdproxy.fronts import messages
 from pdproxy.fronts.channel import Channel
 from pdproxy.fronts.hub import Hub, Session
 from pdproxy.serve import ABORT_S, Server, listeners
+from pdproxy.telemetry.figures import Figures
 from transfer import wire
 
 log = logging.getLogger(__name__)
 
-PING_S = 1.0
-"""Seconds between two pings."""
+REPORT_S = 1.0
+"""Seconds between two times that fronts are asked for their figures."""
+REFRESH_S = 0.5
+"""The longest time in seconds that somebody waits for figures who looks at a page."""
 MAX_UNANSWERED = 10
-"""The number of pings in a row without an answer after which a front counts as frozen. They are counted and not timed,
+"""The number of times in a row without an answer after which a front counts as frozen. They are counted and not timed,
 so that a leader that stood still itself blames nobody."""
 START_S = 60.0
 """The longest time in seconds that a front may take until it serves."""
@@ -65,6 +68,8 @@ class Worker:
         self.is_retired = False
         self.has_ended = False
         self.num_unanswered = 0
+        self.reported = 0
+        self.figures: Figures | None = None
         self._hub = hub
         self._on_change = on_change
         self._session: Session | None = None
@@ -90,7 +95,7 @@ class Worker:
         await asyncio.get_running_loop().create_connection(lambda: self.channel, sock=ours)
         self.channel.handlers = {
             messages.Hello: self._hello,
-            messages.Pong: self._pong,
+            messages.Report: self._report,
             messages.Serving: self._serving,
         }
         self.channel.send(welcome)
@@ -98,23 +103,9 @@ class Worker:
     def _hello(self, message: messages.Hello) -> None:
         self._session = session = self._hub.open(self.channel.send)
         self.channel.handlers = {
-            messages.Pong: self._pong,
+            messages.Report: self._report,
             messages.Serving: self._serving,
-            messages.Ask: session.ask,
-            messages.Cancel: session.cancel,
-            messages.Resize: session.resize,
-            messages.Sent: session.sent,
-            messages.Shrink: session.shrink,
-            messages.Free: session.free,
-            messages.Abandon: session.abandon,
-            messages.Hurry: session.hurry,
-            messages.Unbound: session.unbound,
-            messages.LegStarted: session.leg_started,
-            messages.LegFinished: session.leg_finished,
-            messages.Queued: session.queued,
-            messages.Suspect: session.suspect,
-            messages.Blame: session.blame,
-            messages.Wanted: session.wanted,
+            **session.handlers,
         }
 
     def tell(self, message: Any) -> None:
@@ -122,8 +113,11 @@ class Worker:
         if self._session is not None:
             self.channel.send(message)
 
-    def _pong(self, message: messages.Pong) -> None:
+    def _report(self, message: messages.Report) -> None:
         self.num_unanswered = 0
+        self.reported = message.number
+        self.figures = message.figures
+        self._on_change()
 
     def _serving(self, message: messages.Serving) -> None:
         self.is_serving = True
@@ -137,10 +131,10 @@ class Worker:
         if session is not None:
             self._hub.close(session)
 
-    def ping(self) -> bool:
-        """Asks whether the front lives. Returns False where it has not answered for too long."""
+    def ask_for_report(self, number: int) -> bool:
+        """Asks for the front's figures. Returns False where it has not told any for too long."""
         self.num_unanswered += 1
-        self.channel.send(messages.Ping(self.num_unanswered))
+        self.tell(messages.ReportNow(number))
         return self.num_unanswered <= MAX_UNANSWERED
 
     def kill(self) -> None:
@@ -174,7 +168,6 @@ class Worker:
             "pid": self.pid,
             "state": state,
             "attempts": self.num_attempts,
-            "unanswered": max(0, self.num_unanswered - 1),
         }
 
 
@@ -198,20 +191,20 @@ class Workers:
         )
         self._present: list[Worker | None] = [None] * len(ends)
         self._alive: dict[Worker, None] = {}
+        self._number = 0
         self._pauses_s = [FIRST_PAUSE_S / 2] * len(ends)
         self._is_leaving = False
         self._is_ending = False
         self._tasks: anyio.abc.TaskGroup | None = None
         self._stirred = asyncio.Event()
         self._to_restart = asyncio.Event()
-        self.num_restarts = 0
 
     async def run(self) -> None:
         """Keeps the fronts running, until cancelled or ended."""
         async with anyio.create_task_group() as self._tasks:
             for number in range(len(self._ends)):
                 await self._take_up(number)
-            self._tasks.start_soon(self._ping)
+            self._tasks.start_soon(self._ask)
             self._tasks.start_soon(self._restart)
 
     async def serving(self) -> None:
@@ -220,6 +213,8 @@ class Workers:
 
     def _stir(self) -> None:
         """Wakes all who wait for a change. An event can be set only once, so that the next ones get a new one."""
+        elsewhere = self._proxy.elsewhere
+        elsewhere.latest.update({one: one.figures for one in self._alive if one.figures is not None})
         if self._is_leaving:
             self.leave()
         self._stirred.set()
@@ -249,10 +244,11 @@ class Workers:
             status = await worker.wait()
         finally:
             self._alive.pop(worker, None)
+            self._proxy.elsewhere.end(worker)
             self._stir()
         if self._is_ending or self._present[number] is not worker:
             return
-        self.num_restarts += 1
+        self._proxy.elsewhere.num_lost += 1
         is_steady = time.monotonic() - worker.started_at > STEADY_S
         pause_s = self._pauses_s[number] = FIRST_PAUSE_S if is_steady else min(2 * self._pauses_s[number], MAX_PAUSE_S)
         log.error("front %d (process %s) has ended, status %d; another takes its place", number, worker.pid, status)
@@ -260,16 +256,28 @@ class Workers:
         if not self._is_ending:
             await self._take_up(number)
 
-    async def _ping(self) -> None:
+    async def _ask(self) -> None:
+        """Asks all fronts for their figures, again and again, and ends those that do not answer."""
         while True:
-            await anyio.sleep(PING_S)
+            await anyio.sleep(REPORT_S)
+            self._number += 1
             for worker in list(self._alive):
-                if worker.is_serving and not worker.ping():
+                if worker.is_serving and not worker.ask_for_report(self._number):
                     log.error("front %d (process %s) does not answer, and is ended", worker.number, worker.pid)
                     worker.kill()
                 elif not worker.is_serving and time.monotonic() - worker.started_at > START_S:
                     log.error("front %d (process %s) does not begin to serve, and is ended", worker.number, worker.pid)
                     worker.kill()
+
+    async def refresh(self) -> None:
+        """Has all fronts tell their figures. Waits for those that do so at once."""
+        self._number += 1
+        number = self._number
+        asked = [worker for worker in self._alive if worker.is_serving]
+        for worker in asked:
+            worker.tell(messages.ReportNow(number))
+        with anyio.move_on_after(REFRESH_S):
+            await self._until(lambda: all(one.reported >= number or one.has_ended for one in asked))
 
     # ── all of them ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -370,7 +378,8 @@ class WorkersServer(Server):
                 self._leader.pool.on_membership = hub.follow
                 self._workers = Workers(self._leader, hub, self._ends, path)
                 self._leader.board.pass_on = self._workers.pass_on
-                self._leader.workers.append(self._workers.status)
+                self._leader.elsewhere.workers = self._workers.status
+                self._leader.elsewhere.refresh = self._workers.refresh
                 await super().serve([operators])
         finally:
             for ends in self._ends:

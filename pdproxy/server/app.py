@@ -28,6 +28,7 @@ from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.routes import CHALLENGE, GenerationRoute
 from pdproxy.telemetry import request_id
+from pdproxy.telemetry.figures import Elsewhere
 from pdproxy.telemetry.metrics import Metrics
 from pdproxy.telemetry.record import Recent
 from transfer.memory_budget import MemoryBudget
@@ -98,6 +99,14 @@ def build_app(
     return app
 
 
+PART = "status"
+"""The name of the status page's part of the figures of other processes."""
+MAX_RECENT = 50
+"""The most requests that are shown of those which have ended."""
+_ON_BOARD = ("num_open", "num_waiting")
+"""The numbers of the board that are no counters."""
+
+
 class Status:
     """Status makes the status page. Its members are documented in ``docs/metrics.md``."""
 
@@ -110,7 +119,10 @@ class Status:
         recent: Recent,
         descriptors: DescriptorBudget,
         memory: MemoryBudget,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
+        """Takes the figures of the proxy's other processes, where there are any."""
+        self._elsewhere = elsewhere or Elsewhere()
         self._pool = pool
         self._board = board
         self._orchestrator = orchestrator
@@ -122,9 +134,17 @@ class Status:
         # State: the most tokens that were told so far.
         self._most_output_tokens = 0
 
+    async def look(self) -> dict[str, Any]:
+        """Returns what the page shows, with figures of other processes that are up to date."""
+        await self._elsewhere.look()
+        return self.facts()
+
     def facts(self) -> dict[str, Any]:
+        """Returns what the page shows."""
         books = [pages for instance in self._pool.instances if (pages := instance.pages) is not None]
-        return {
+        counted = self._elsewhere.counted(PART, self.counted())
+        present = self._elsewhere.present(PART, self.present())
+        facts = {
             "version": __version__,
             "started_at": round(self._started_at, 3),
             "ready": self._pool.is_ready,
@@ -136,16 +156,37 @@ class Status:
                 for book in books
             },
             "admission": {book.name: asdict(book) for book in books},
-            "board": asdict(self._board.statistics()),
             "reaper": self._reaper.statistics(),
-            "memory": {
-                "budget_bytes": self._memory.limit_bytes,
-                "used_bytes": self._memory.num_bytes,
-                "refused": self._memory.num_refused,
-            },
-            "in_flight": self._orchestrator.in_flight(),
-            "totals": self._recent.totals,
+            "totals": counted["totals"],
+            "tokens": counted["tokens"],
+            "board": counted["board"] | present["board"],
+            "memory": present["memory"] | counted["memory"],
+            "in_flight": present["in_flight"],
+            "recent": sorted(present["recent"], key=lambda one: -float(one["started_at"]))[:MAX_RECENT],
+            "descriptors": present["descriptors"],
+            "tasks": present["tasks"],
+        }
+        if (workers := self._elsewhere.workers) is not None:
+            facts["workers"] = workers()
+        return facts
+
+    def counted(self) -> dict[str, Any]:
+        """Returns what this process has counted: figures that only grow."""
+        board = {name: value for name, value in asdict(self._board.statistics()).items() if name not in _ON_BOARD}
+        return {
+            "totals": dict(self._recent.totals),
             "tokens": {"prompt": self._recent.num_prompt_tokens, "output": self._num_output_tokens()},
+            "board": board,
+            "memory": {"refused": self._memory.num_refused},
+        }
+
+    def present(self) -> dict[str, Any]:
+        """Returns what is so in this process now."""
+        board = {name: value for name, value in asdict(self._board.statistics()).items() if name in _ON_BOARD}
+        return {
+            "board": board,
+            "memory": {"budget_bytes": self._memory.limit_bytes, "used_bytes": self._memory.num_bytes},
+            "in_flight": self._orchestrator.in_flight(),
             "recent": self._recent.facts(),
             "descriptors": self._descriptors.status(),
             "tasks": len(asyncio.all_tasks()),
@@ -219,11 +260,11 @@ def add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None:
 
     @app.get("/metrics")
     async def metrics_page() -> Response:
-        return Response(metrics.render(), media_type=metrics.content_type)
+        return Response(await metrics.look(), media_type=metrics.content_type)
 
     @app.get("/status")
     async def status_page() -> Response:
-        return _json(status.facts())
+        return _json(await status.look())
 
 
 class _WithRequestId:
