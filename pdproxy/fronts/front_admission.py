@@ -154,12 +154,20 @@ class FrontAdmission(Admission):
             self._send(messages.Resize(attempt, {number: demand.pages_at(shape)}))
 
     def lose_leader(self) -> None:
-        """Refuses all who wait: nobody can admit them any more. What is under way goes on."""
+        """Refuses all who wait: nobody can admit them any more. What is under way goes on. Whoever leads next answers
+        for what was abandoned."""
         self.has_leader = False
+        for lease in list(self.kernel.orphans):
+            self._hand_over(lease)
         waiting = list(self._asked.values())
         self._asked.clear()
         for demand in waiting:
             self._end(demand, no_leader())
+
+    def _hand_over(self, lease: Lease) -> None:
+        """Forgets an orphan, because this front can neither hear of it nor do anything about it."""
+        self._leases.pop(lease.attempt, None)
+        super().free(lease, Evidence.INCARNATION_ENDED)
 
     # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -181,6 +189,9 @@ class FrontAdmission(Admission):
     def abandon(self, lease: Lease, way: Way) -> None:
         custody = lease.custody
         super().abandon(lease, way)
+        if not self.has_leader:
+            self._hand_over(lease)
+            return
         self._send(
             messages.Abandon(
                 lease.attempt,

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -56,6 +56,8 @@ class Harness:
     clients: list[FakeClient] = field(default_factory=list)
     way: Way = "awaited"
     by_url: dict[str, FakeClient] = field(default_factory=dict)
+    cut: Callable[[], None] = lambda: None
+    """Cuts the connection between the front and its leader, as the end of either does."""
     leader: Proxy | None = None
     """Whom the front asks, where there is one."""
 
@@ -238,6 +240,7 @@ async def _behind_a_front(harness: Harness) -> AsyncIterator[None]:
         await until(lambda: len(front.pool.instances) == len(leader.pool.instances))
         harness.leader, harness.proxy = leader, cast(Proxy, front)
         harness.entrance = Entrance(front.app, front.memory)
+        harness.cut = lambda: cast(asyncio.Transport, front.channel._transport).abort()
         for instance in front.pool.instances:
             _close_at_once(instance)
         yield
