@@ -151,8 +151,11 @@ class Server(uvicorn.Server):
 
     def tell_address(self, sockets: list[socket.socket]) -> None:
         """Writes to the log where clients are served."""
-        settings = self._proxy.settings
-        scheme, port = "https" if self.config.is_ssl else "http", sockets[0].getsockname()[1]
+        self.tell_place("https" if self.config.is_ssl else "http", sockets)
+
+    def tell_place(self, scheme: str, sockets: list[socket.socket]) -> None:
+        """Writes to the log that clients are served on these sockets."""
+        settings, port = self._proxy.settings, sockets[0].getsockname()[1]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         log.info("serving on %s://%s:%d", scheme, host, port)
 

@@ -319,8 +319,7 @@ class Workers:
     async def end(self) -> None:
         """Ends all fronts, which finish what they have within their own limits."""
         self._is_ending = True
-        for worker in self._alive:
-            worker.signal(signal.SIGINT)
+        self.signal(signal.SIGINT)
         with anyio.move_on_after(self._proxy.settings.drain_timeout_s + 2 * ABORT_S + END_S):
             await self._all_ended()
         for worker in self._alive:
@@ -331,10 +330,10 @@ class Workers:
         if self._tasks is not None:
             self._tasks.cancel_scope.cancel()
 
-    def abort(self) -> None:
-        """Has the fronts end now."""
+    def signal(self, number: int) -> None:
+        """Sends a signal to all fronts."""
         for worker in self._alive:
-            worker.signal(signal.SIGINT)
+            worker.signal(number)
 
     async def _all_ended(self) -> None:
         await self._until(lambda: not self._alive)
@@ -357,6 +356,8 @@ class WorkersServer(Server):
 
     def __init__(self, proxy: Proxy, num_workers: int) -> None:
         super().__init__(proxy)
+        self._scheme = "https" if self.config.is_ssl else "http"
+        self.config.ssl_certfile = self.config.ssl_keyfile = self.config.ssl = None  # fronts speak TLS, with clients
         self._leader = proxy
         self._num_workers = num_workers
         self._workers: Workers | None = None
@@ -396,17 +397,22 @@ class WorkersServer(Server):
         self._running = asyncio.create_task(self._workers.run())
         with anyio.move_on_after(START_S):
             await self._workers.serving()
-        super().tell_address(self._ends[0])
+        self.tell_place(self._scheme, self._ends[0])
 
     def _leave(self, grace_s: float) -> None:
         super()._leave(grace_s)
         if self._workers is not None:
             self._workers.leave()
 
+    def _tell_what_runs(self) -> None:
+        super()._tell_what_runs()
+        if self._workers is not None:
+            self._workers.signal(signal.SIGUSR1)
+
     def _abort(self) -> None:
         super()._abort()
         if self._workers is not None:
-            self._workers.abort()
+            self._workers.signal(signal.SIGINT)
 
     def _reload(self) -> None:
         if self._leader.reload is not None:
