@@ -60,6 +60,10 @@ from transfer.wire import decode_signal
 log = logging.getLogger(__name__)
 
 
+LAST = 1 << 62
+"""The number of a front's last report, which nobody has asked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
     """Front holds a front's parts. Implements `serve.Program`."""
@@ -167,6 +171,7 @@ def assemble_front(
         channel.send(messages.Hello(messages.PROTOCOL, os.getpid()))
         async with running.lifespan(app):
             yield
+        channel.send(messages.Report(LAST, figures()))
         channel.close("the front has ended")
 
     app = build_app(
