@@ -86,7 +86,7 @@ class Worker:
                 *PYTHON,
                 *map(str, fds),
                 pass_fds=fds,
-                start_new_session=True,
+                process_group=0,
                 env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
             )
