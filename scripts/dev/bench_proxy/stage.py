@@ -79,8 +79,9 @@ class Stage(ProcessGroup):
         *,
         num_workers: int = 1,
     ) -> None:
-        """Makes a stage. `num_workers` are the processes of `targets.WORKERS`. `packages` are folders with a pdproxy in them, by the target that each is. `texts` are there
-        for a scenario that counts tokens, or has prompts beside."""
+        """Makes a stage. `packages` are folders with a pdproxy in them, by the target that each is. `texts` are there
+        for a scenario that counts tokens, or has prompts beside. `num_workers` is the number of processes of
+        `WORKERS`."""
         super().__init__(supervisor)
         self.scenario = scenario
         self.failures: dict[str, str] = {}
