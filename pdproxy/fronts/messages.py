@@ -110,7 +110,7 @@ class Abandon(_Message, tag=8):
 
 
 class Hurry(_Message, tag=9):
-    """What an abandoned attempt's errand waited for has come."""
+    """The errand of an abandoned attempt may begin: the event that it waited for has come."""
 
     attempt: str
 
@@ -135,7 +135,8 @@ class LegFinished(_Message, tag=12):
 
 
 class Queued(_Message, tag=13):
-    """So many prompt tokens more (or, where negative, fewer) wait for their prefill at a place."""
+    """The prompt tokens that wait for their prefill at a place are so many more, or fewer where the number is
+    negative."""
 
     place: int
     num_tokens: int
@@ -199,7 +200,7 @@ class Joined(_Message, tag=33):
 
 
 class Facts(_Message, tag=34):
-    """What the process at a place has said of itself. Owners whose `shape` is equal take equal pages."""
+    """The facts that the process at a place has told of itself. Owners whose `shape` is equal take equal pages."""
 
     place: int
     facts: EngineInfo
@@ -207,7 +208,7 @@ class Facts(_Message, tag=34):
 
 
 class State(_Message, tag=35):
-    """How the leader judges a place."""
+    """The leader's judgement of a place."""
 
     place: int
     health: str

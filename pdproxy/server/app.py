@@ -144,7 +144,7 @@ class Status:
         books = [pages for instance in self._pool.instances if (pages := instance.pages) is not None]
         counted = self._elsewhere.counted(PART, self.counted())
         present = self._elsewhere.present(PART, self.present())
-        facts = {
+        return {
             "version": __version__,
             "started_at": round(self._started_at, 3),
             "ready": self._pool.is_ready,
@@ -165,10 +165,8 @@ class Status:
             "recent": sorted(present["recent"], key=lambda one: -float(one["started_at"]))[:MAX_RECENT],
             "descriptors": present["descriptors"],
             "tasks": present["tasks"],
+            "workers": self._elsewhere.workers(),
         }
-        if (workers := self._elsewhere.workers) is not None:
-            facts["workers"] = workers()
-        return facts
 
     def counted(self) -> dict[str, Any]:
         """Returns what this process has counted: figures that only grow."""

@@ -47,8 +47,8 @@ class Elsewhere:
         """Counts the processes that ended and had to be replaced."""
         self.refresh: Callable[[], Awaitable[None]] | None = None
         """Has the latest figures told, as far as that takes little time; None where there are no others."""
-        self.workers: Callable[[], list[dict[str, Any]]] | None = None
-        """Returns what the status page shows of the other processes; None where there are none."""
+        self.workers: Callable[[], list[dict[str, Any]]] = list
+        """Returns what the status page shows of the other processes."""
 
     @property
     def has_any(self) -> bool:

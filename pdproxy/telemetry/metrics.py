@@ -194,8 +194,6 @@ class _Fronts(Collector):
         self._elsewhere = elsewhere
 
     def collect(self) -> Iterator[Metric]:
-        if self._elsewhere.workers is None:
-            return
         family = GaugeMetricFamily("pdproxy_workers", "Processes that carry the traffic, by state", labels=["state"])
         states = Counter(str(worker["state"]) for worker in self._elsewhere.workers())
         for state in ("starting", "serving", "leaving"):
