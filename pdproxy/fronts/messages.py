@@ -279,7 +279,7 @@ class Retire(_Message, tag=45):
 
 
 class Tokenizer(_Message, tag=44):
-    """What was seen of the tokenizer of the process at a place."""
+    """The report on the tokenizer of the process at a place."""
 
     place: int
     report: TokenizerReport

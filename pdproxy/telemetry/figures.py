@@ -1,4 +1,4 @@
-"""What one process of the proxy counts, and how the figures of several become one.
+"""The module holds what one process of the proxy counts, and makes the figures of several processes one.
 
 Figures are plain JSON. Numbers add up, lists are joined, and objects are added member by member. What is *counted* only
 grows, and is kept when its process has ended; what is *present* goes with the process.
