@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -296,6 +296,8 @@ def main(arguments: list[str]) -> int:
     """Runs a front in this process, and returns its exit status. `arguments` are descriptors: of the connection to the
     leader, and of the sockets to take clients from."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    with suppress(OSError):
+        os.setpgid(0, 0)  # a Ctrl-C in the terminal is for the leader, which tells its fronts
     channel, *listeners = (socket.socket(fileno=int(one)) for one in arguments)
     try:
         welcome = _read_welcome(channel)

@@ -50,7 +50,7 @@ MAX_PAUSE_S = 10.0
 STEADY_S = 30.0
 END_S = 3.0
 """Seconds beyond their own limits after which fronts that do not end are killed."""
-PYTHON = (sys.executable, "-m", "pdproxy.fronts")
+PYTHON = (sys.executable, *(("-P",) if sys.flags.safe_path else ()), "-m", "pdproxy.fronts")
 
 
 class Worker:
@@ -86,7 +86,6 @@ class Worker:
                 *PYTHON,
                 *map(str, fds),
                 pass_fds=fds,
-                process_group=0,
                 env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
             )
@@ -395,8 +394,11 @@ class WorkersServer(Server):
         await super().startup(sockets)
         assert self._workers is not None
         self._running = asyncio.create_task(self._workers.run())
-        with anyio.move_on_after(START_S):
-            await self._workers.serving()
+        serving = asyncio.ensure_future(self._workers.serving())
+        await asyncio.wait([serving, self._running], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()
+        if self._running.done():
+            self._running.result()  # raises the reason why no front can be started
         self.tell_place(self._scheme, self._ends[0])
 
     def _leave(self, grace_s: float) -> None:
@@ -425,8 +427,7 @@ class WorkersServer(Server):
         """Ends the fronts, and then itself."""
         if self._workers is not None and self._running is not None:
             await self._workers.end()
-            with suppress(asyncio.CancelledError):
-                await self._running
+            await asyncio.wait([self._running])
         await super().shutdown(sockets)
 
 
