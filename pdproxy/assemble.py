@@ -27,6 +27,7 @@ from pdproxy.config.settings import Settings
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
 from pdproxy.dashboard.snapshotter import Snapshotter
+from pdproxy.dashboard.traffic import Traffic
 from pdproxy.engines.adapter import Adapter
 from pdproxy.engines.factory import TAKE_IDS, make_adapter, warn_of_mistakes
 from pdproxy.engines.http.base import EngineClient
@@ -58,9 +59,10 @@ from pdproxy.orchestrator.path import PathChooser
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.server.admin import admin_router
 from pdproxy.server.api_keys import ApiKeys
-from pdproxy.server.app import App, build_app
+from pdproxy.server.app import App, Status, add_operator_routes, build_app
 from pdproxy.server.process_memory import allowed_bytes
 from pdproxy.server.routes import BODY_COPIES, GenerationRoute
+from pdproxy.telemetry.figures import Elsewhere
 from pdproxy.telemetry.log import RequestLog
 from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observer, Observers, Recent
@@ -117,6 +119,8 @@ class Proxy:
     """Makes the end of `app` a quick one, which waits for no request any more."""
     reload: Callable[[], None] | None
     """Has the fleet's file read again; None where there is none."""
+    counts: TokenCounts
+    elsewhere: Elsewhere
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when pages or expectations do not add up."""
@@ -131,7 +135,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     """
     # Some parts need each other. A lambda stands for a part that is made further down, and is called after that only.
     descriptors = DescriptorBudget()
-    make_client = make_client or _http_client(settings, descriptors)
+    make_client = make_client or http_client(settings, descriptors)
     board = KvBoard()
     fleet = settings.fleet()
     warn_of_mistakes(fleet, settings)
@@ -152,7 +156,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         return instance
 
     pool = Pool(admission, (make_one(one, False) for one in fleet))
-    signals = _Signals(board, settings, pool)
+    signals = Signals(board, settings, pool)
 
     def make_newcomer(one: InstanceSettings) -> Instance:
         newcomer = make_one(one, True)
@@ -161,7 +165,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
 
     membership = Membership(pool, make_instance=make_newcomer, check=settings.check_instances)
     reaper = Reaper(admission, call_timeout_s=settings.probe_timeout_s, look=lambda instance: probe.look(instance))
-    retries, memory = make_retries(settings), MemoryBudget(_memory_budget(settings))
+    retries, memory = make_retries(settings), MemoryBudget(memory_budget(settings))
     sources = Sources(
         pool=pool,
         board=board,
@@ -173,7 +177,8 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         descriptors=descriptors,
         memory=memory,
     )
-    metrics, recent = Metrics(sources), Recent()
+    elsewhere = Elsewhere()
+    metrics, recent = Metrics(sources, elsewhere=elsewhere), Recent()
     lag = LoopLag(metrics.loop_lagged)
     tracing, keys = make_tracing(settings.otlp_endpoint), ApiKeys(settings.api_keys, settings.api_keys_file)
     observer = Observers([metrics, RequestLog(), recent, tracing])
@@ -199,31 +204,27 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
             pool=pool,
             orchestrator=orchestrator,
             reaper=reaper,
-            metrics=metrics,
-            recent=recent,
+            traffic=Traffic(orchestrator, metrics, recent),
+            elsewhere=elsewhere,
             can_change=not admin_keys.is_open,
         )
     )
     pool.on_change = feed.hurry
     watch = _file_watch(settings, pool, membership, fleet)
-    followers: list[Runner] = [membership.run, feed.run, ended_peers.run, lag.run, descriptors.run]
+    followers: list[Runner] = [probe.run, membership.run, feed.run, ended_peers.run, lag.run, descriptors.run]
     if watch is not None:
         followers.append(watch.run)
-    running = _Running(signals, reaper, probe, orchestrator, pool, sizer, tracing, followers)
+    running = Running(signals, reaper, orchestrator, pool, sizer, tracing, followers)
     app = build_app(
-        generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing, memory),
+        generation_routes=generation_routes(settings, orchestrator, observer, keys, tracing, memory),
         pool=pool,
-        board=board,
         orchestrator=orchestrator,
-        reaper=reaper,
-        metrics=metrics,
-        recent=recent,
-        descriptors=descriptors,
-        memory=memory,
         keys=keys,
-        cors_origins=_cors_origins(settings),
+        cors_origins=cors_origins(settings),
         lifespan=running.lifespan,
     )
+    status = Status(pool, board, orchestrator, reaper, recent, descriptors, memory, elsewhere)
+    add_operator_routes(app, status, metrics)
     app.include_router(admin_router(pool, membership, admin_keys, allow_link_local=settings.allow_link_local))
     app.router.routes.extend(dashboard_routes(feed))
     return Proxy(
@@ -242,6 +243,8 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         signal_address=signals.address,
         hurry=running.hurry,
         reload=None if watch is None else watch.reload,
+        counts=counts,
+        elsewhere=elsewhere,
     )
 
 
@@ -305,14 +308,13 @@ def make_orchestrator(
     )
 
 
-class _Running:
-    """_Running starts what runs behind the app, and stops it in order. One task group owns all of it."""
+class Running:
+    """Running starts what runs behind the app, and stops it in order. One task group owns all of it."""
 
     def __init__(
         self,
-        signals: _Signals,
+        signals: Signals,
         reaper: Reaper,
-        probe: Probe,
         orchestrator: Orchestrator,
         pool: Pool,
         sizer: PromptSizer,
@@ -322,7 +324,6 @@ class _Running:
         self._followers = followers
         self._signals = signals
         self._reaper = reaper
-        self._probe = probe
         self._orchestrator = orchestrator
         self._pool = pool
         self._sizer = sizer
@@ -342,7 +343,7 @@ class _Running:
         self._signals.open()
         try:
             async with anyio.create_task_group() as tasks:
-                for runner in (self._signals.run, self._reaper.run, self._probe.run, *self._followers):
+                for runner in (self._signals.run, self._reaper.run, *self._followers):
                     tasks.start_soon(runner)
                 yield
                 await self._settle()
@@ -362,8 +363,8 @@ class _Running:
             await self._reaper.idle()
 
 
-class _Signals:
-    """_Signals keeps the signal socket. It is opened when the proxy starts, because it belongs to a loop, or when the
+class Signals:
+    """Signals keeps the signal socket. It is opened when the proxy starts, because it belongs to a loop, or when the
     first engine joins that signals over it. A proxy in front of other engines listens on no port but its own.
 
     Mutable state: the socket, and an event that it is open.
@@ -470,7 +471,7 @@ def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: To
     )
 
 
-def _generation_routes(
+def generation_routes(
     settings: Settings,
     orchestrator: Orchestrator,
     observer: Observer,
@@ -498,21 +499,22 @@ def _generation_routes(
     }
 
 
-def _memory_budget(settings: Settings) -> int:
-    """Returns the bytes of the memory budget. Raises `ConfigError` where no body of the largest size would fit in."""
+def memory_budget(settings: Settings, num_processes: int = 1) -> int:
+    """Returns the bytes of one process's part of the memory budget. Raises `ConfigError` where no body of the largest
+    size would fit in."""
     least = least_budget(BODY_COPIES * settings.max_body_bytes)
     if settings.memory_budget is None:
-        return max(allowed_bytes() // MEMORY_SHARE, least)
+        return max(allowed_bytes() // MEMORY_SHARE // num_processes, least)
     if settings.memory_budget < least:
         raise ConfigError(
             f"memory_budget: {settings.memory_budget} bytes are too few for one body of max_body_bytes "
             f"({settings.max_body_bytes}), which counts twice, and small ones beside it; give at least {least}, or "
             "allow smaller bodies"
         )
-    return settings.memory_budget
+    return max(settings.memory_budget // num_processes, least)
 
 
-def _cors_origins(settings: Settings) -> tuple[str, ...]:
+def cors_origins(settings: Settings) -> tuple[str, ...]:
     """Returns the origins that may ask. Raises `ConfigError` for what a browser would never call an origin."""
     for origin in settings.cors_origins:
         url = urlsplit(origin)
@@ -536,7 +538,7 @@ def make_retries(settings: Settings, clock: Clock = time.monotonic) -> RetryBudg
         raise ConfigError(f"retry_share, retry_min_per_s: {error}") from None
 
 
-def _http_client(settings: Settings, descriptors: DescriptorBudget | None = None) -> MakeClient:
+def http_client(settings: Settings, descriptors: DescriptorBudget | None = None) -> MakeClient:
     def make(one: InstanceSettings) -> EngineClient:
         kind = settings.engine_client
         if kind == "relay" and not can_reach(one.url):
@@ -572,8 +574,10 @@ def instance_maker(
     *,
     make_adapter: MakeAdapter = make_adapter,
     clock: Clock = time.monotonic,
+    kind: type[Instance] = Instance,
 ) -> MakeInstance:
-    """Returns a function that makes instances as the options want them; `on_ended` is told when a process has ended."""
+    """Returns a function that makes instances of this `kind` as the options want them; `on_ended` is told of processes
+    that have ended."""
     shapes = Shapes()
     care = HealthPolicy(
         misses=settings.probe_misses,
@@ -589,7 +593,7 @@ def instance_maker(
         if not settings.allow_link_local and is_link_local(urlsplit(one.url).hostname or ""):
             log.warning("%s is at %s, which is a link-local address or a cloud's metadata service", one.name, one.url)
         client = make_client(one)
-        instance = Instance(
+        instance = kind(
             one,
             client=client,
             adapter=make_adapter(one, settings),
@@ -602,7 +606,7 @@ def instance_maker(
         )
         if isinstance(client, Http1Client):
             # An engine that ends an idle connection may have gone: it is looked at now, not only at the next probe.
-            client.on_lost(instance.suspected.set)
+            client.on_lost(instance.look_soon)
         return instance
 
     return make

@@ -81,6 +81,7 @@ def serve(context: typer.Context) -> None:
     with one_line_errors("pdproxy", ConfigError):
         settings = config.load(context.args)
         from pdproxy.assemble import assemble
+        from pdproxy.fronts.workers import WorkersServer
         from pdproxy.serve import Server
         from pdproxy.telemetry.log import configure
 
@@ -88,7 +89,11 @@ def serve(context: typer.Context) -> None:
         for told in config.unknown_variables(os.environ):
             logging.getLogger("pdproxy").warning(told)
         try:
-            Server(assemble(settings)).run()
+            proxy = assemble(settings)
+            if settings.workers == 1:
+                Server(proxy).run()
+            else:
+                WorkersServer(proxy, settings.workers).run()
         finally:
             log.flush()  # before the line that tells of an error
 

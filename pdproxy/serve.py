@@ -14,31 +14,36 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
 from heapq import nsmallest
 from operator import itemgetter
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import msgspec
 import uvicorn
 
-from pdproxy.aio.descriptors import MESSAGE, RETRY_AFTER_S
-from pdproxy.assemble import Proxy
+from pdproxy.aio.descriptors import MESSAGE, RETRY_AFTER_S, DescriptorBudget
 from pdproxy.config.settings import Settings
 from pdproxy.errors import ConfigError, OutOfDescriptors
+from pdproxy.fleet.pool import Pool
 from pdproxy.orchestrator.error_reply import JSON, error_headers
+from pdproxy.orchestrator.orchestrator import Orchestrator
 from pdproxy.server import process_memory as memory
+from pdproxy.server.app import App
 from pdproxy.server.connection import ClientConnection
 from pdproxy.server.what_runs import what_runs
 from transfer.descriptors import Acceptor, raise_limit, uvicorn_connections
+from transfer.memory_budget import MemoryBudget
 
 log = logging.getLogger(__name__)
 
+KEEP_ALIVE_S = 75
+"""Seconds for which a client's connection without a request is kept."""
 REPEATED_S = 1.0
 """Seconds in which a further SIGTERM is the first one again: process managers and containers' shells send two."""
 HANDSHAKE_S = 10.0
@@ -51,6 +56,37 @@ LOOK_AGAIN_S = 0.1
 """Seconds between two looks for such a connection where there was none."""
 
 
+class Program(Protocol):
+    """Program is what a server serves: a whole proxy, or a front of one."""
+
+    @property
+    def app(self) -> App: ...
+
+    @property
+    def settings(self) -> Settings: ...
+
+    @property
+    def pool(self) -> Pool: ...
+
+    @property
+    def orchestrator(self) -> Orchestrator: ...
+
+    @property
+    def descriptors(self) -> DescriptorBudget: ...
+
+    @property
+    def memory(self) -> MemoryBudget: ...
+
+    @property
+    def listen(self) -> Callable[[], None]: ...
+
+    @property
+    def hurry(self) -> Callable[[], None]: ...
+
+    @property
+    def reload(self) -> Callable[[], None] | None: ...
+
+
 class Server(uvicorn.Server):
     """Server serves `proxy` until SIGTERM, SIGQUIT or SIGINT, then drains it. Raises `ConfigError` for a certificate
     that cannot be used.
@@ -60,7 +96,7 @@ class Server(uvicorn.Server):
     client is looked for that could be given up.
     """
 
-    def __init__(self, proxy: Proxy) -> None:
+    def __init__(self, proxy: Program) -> None:
         settings = proxy.settings
         super().__init__(
             uvicorn.Config(
@@ -77,7 +113,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=75,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(ABORT_S),
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,
@@ -90,6 +126,7 @@ class Server(uvicorn.Server):
         self._is_alone = False
         self._asked_at = math.inf
         self._ends_at = math.inf
+        self._is_retired = False
         self._no_spare_until = 0.0
         proxy.descriptors.give_up_client = self._give_up_client
 
@@ -106,13 +143,21 @@ class Server(uvicorn.Server):
         sockets = sockets or listeners(settings.host, settings.port)
         try:
             self._proxy.listen()
-            scheme, port = "https" if self.config.is_ssl else "http", sockets[0].getsockname()[1]
-            host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            log.info("serving on %s://%s:%d", scheme, host, port)
+            self.tell_address(sockets)
             await super().serve(sockets)
         finally:
             for one in sockets:
                 one.close()
+
+    def tell_address(self, sockets: list[socket.socket]) -> None:
+        """Writes to the log where clients are served."""
+        self.tell_place("https" if self.config.is_ssl else "http", sockets)
+
+    def tell_place(self, scheme: str, sockets: list[socket.socket]) -> None:
+        """Writes to the log that clients are served on these sockets."""
+        settings, port = self._proxy.settings, sockets[0].getsockname()[1]
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        log.info("serving on %s://%s:%d", scheme, host, port)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -203,9 +248,18 @@ class Server(uvicorn.Server):
         self._proxy.orchestrator.leave()
         log.info("leaving: new requests are served for %g s more, while /ready says 503", grace_s)
 
+    def retire(self) -> None:
+        """Takes no more clients, and ends when those it has have gone, or after the time that requests have to finish
+        and clients to come back. Each is told with its next answer."""
+        self._proxy.orchestrator.leave()
+        for server in self.servers:
+            server.close()
+        self._is_retired = True
+        self._ends_at = time.monotonic() + max(KEEP_ALIVE_S, self._proxy.settings.drain_timeout_s)
+
     async def on_tick(self, counter: int) -> bool:
         """Looks, ten times a second, whether it is time to shut down."""
-        if time.monotonic() >= self._ends_at:
+        if time.monotonic() >= self._ends_at or (self._is_retired and not self.server_state.connections):
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -242,16 +296,16 @@ def _refusal() -> bytes:
     )
 
 
-def listeners(host: str, port: int) -> list[socket.socket]:
-    """Returns a bound socket for every address of `host`; port 0 takes a free one. Raises `ConfigError` where that
-    fails."""
+def listeners(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
+    """Returns a bound socket for every address of `host`; port 0 takes a free one. With `is_shared` others may be bound
+    to the same. Raises `ConfigError` where that fails."""
     bound: list[socket.socket] = []
     try:
         for family, _, _, _, address in socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
             place = (address[0], bound[0].getsockname()[1], *address[2:]) if bound else address
-            bound.append(_bind(family, place))
+            bound.append(_bind(family, place, is_shared))
     except OSError as error:
         for one in bound:
             one.close()
@@ -259,10 +313,12 @@ def listeners(host: str, port: int) -> list[socket.socket]:
     return bound
 
 
-def _bind(family: int, address: tuple[Any, ...]) -> socket.socket:
+def _bind(family: int, address: tuple[Any, ...], is_shared: bool) -> socket.socket:
     one = socket.socket(family, socket.SOCK_STREAM)
     try:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         one.bind(address)

@@ -33,6 +33,7 @@ FLOORS = (
     "pdproxy.dashboard",
     "pdproxy.assemble",
     "pdproxy.serve",
+    "pdproxy.fronts",
     "pdproxy.launch",
     "pdproxy.loadtest",
     "pdproxy.simulate",

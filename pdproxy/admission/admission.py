@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from pdproxy.admission.account import Lease, Place
 from pdproxy.admission.custody import Evidence, Way
@@ -66,13 +67,18 @@ class AdmissionStatistics:
     """
 
 
-class _Waiter:
-    """A `_Waiter` is one demand in line: its grant or its error, the future that wakes it, and its timers."""
+Told = Callable[[Grant | None, ProxyError | None], object]
+"""A function that is told the grant of a demand that has waited, or the error with which it was refused."""
 
-    __slots__ = ("error", "grant", "timers", "woken")
 
-    def __init__(self, woken: asyncio.Future[None]) -> None:
+class Waiter:
+    """A `Waiter` is one demand in line: its grant or its error, whom that is told, and its timers."""
+
+    __slots__ = ("error", "grant", "timers", "told", "woken")
+
+    def __init__(self, woken: asyncio.Future[None], told: Told | None = None) -> None:
         self.woken = woken
+        self.told = told
         self.grant: Grant | None = None
         self.error: ProxyError | None = None
         self.timers: list[asyncio.TimerHandle] = []
@@ -89,9 +95,12 @@ class _Waiter:
             timer.cancel()
         if not self.woken.done():
             self.woken.set_result(None)
+            if self.told is not None:
+                self.told(self.grant, self.error)
 
 
-def _bound(grant: Grant) -> None:
+def note_bound(grant: Grant) -> None:
+    """Tells both places of a grant that an attempt is bound to them."""
     for place in (grant.owner, grant.peer):
         place.bound()
 
@@ -108,7 +117,7 @@ class Admission:
     def __init__(self, kernel: Kernel, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.kernel = kernel
         self._clock = clock
-        self._waiters: dict[Demand, _Waiter] = {}
+        self._waiters: dict[Demand, Waiter] = {}
         self._reopening: asyncio.TimerHandle | None = None
         self.orphans_changed = asyncio.Event()
         self.on_settled: Callable[[Lease], object] = lambda lease: None
@@ -122,22 +131,46 @@ class Admission:
 
         Raises the same errors as `Kernel.arrive`, and those of `wait`.
         """
-        waiter: _Waiter | None = None
+        return self._bind_now(demand, None)
+
+    def ask(self, demand: Demand, told: Told) -> Grant | None:
+        """Returns the grant where it can be had at once; else None, and `told` is called later, unless the caller
+        calls `leave` before. `told` must not raise, and must not call the admission. Raises as `bind_now` does.
+        """
+        return self._bind_now(demand, told)
+
+    def leave(self, demand: Demand) -> None:
+        """Takes a demand that waits since `ask` out of the line. Nobody is told then. Does nothing where it does not
+        wait."""
+        waiter = self._waiters.get(demand)
+        if waiter is not None:
+            waiter.told = None
+            self._abandon(demand, waiter)
+
+    def resize(self, demand: Demand) -> None:
+        """Asks anew how many pages a demand takes that waits. Does nothing where it does not wait."""
+        self.kernel.resize(demand, self._clock())
+        self._carry_out()
+
+    def _bind_now(self, demand: Demand, told: Told | None) -> Grant | None:
+        waiter: Waiter | None = None
         try:
             grant = self.kernel.arrive(demand, self._clock())
             if grant is None:
                 waiter = self._waiters[demand] = self._waiter(demand)
             else:
-                _bound(grant)
+                note_bound(grant)
         finally:
             self._carry_out()
-        if waiter is not None and waiter.woken.done():  # its arrival let it go, or made it hopeless
-            return waiter.result()
+        if waiter is not None:
+            if waiter.woken.done():  # its arrival let it go, or made it hopeless
+                return waiter.result()
+            waiter.told = told
         return grant
 
-    def _waiter(self, demand: Demand) -> _Waiter:
+    def _waiter(self, demand: Demand) -> Waiter:
         loop, now = asyncio.get_running_loop(), self._clock()
-        waiter = _Waiter(loop.create_future())
+        waiter = Waiter(loop.create_future())
         if demand.deadline < inf:
             waiter.timers.append(loop.call_later(demand.deadline - now, self._expire, demand))
         if demand.tied_until > -inf:
@@ -158,7 +191,7 @@ class Admission:
             raise
         return waiter.result()
 
-    def _abandon(self, demand: Demand, waiter: _Waiter) -> None:
+    def _abandon(self, demand: Demand, waiter: Waiter) -> None:
         """Hands a grant back, or leaves the line, because the coroutine of `demand` is going away."""
         waiter.wake()
         self._waiters.pop(demand, None)
@@ -190,6 +223,11 @@ class Admission:
         """
         self.kernel.free(lease, evidence, self._clock())
         self._carry_out()
+
+    def sent(self, lease: Lease, guard: Callable[[], Any]) -> None:
+        """Takes note that something is about to be sent for the lease. `guard` returns the errand which would free its
+        pages if this process ended now; None where there is none. Here nobody would be left to do it.
+        """
 
     def shrink(self, lease: Lease, pages: int) -> None:
         """Keeps only `pages` of the lease, if it has more, and wakes the waiters that may go then."""
@@ -295,7 +333,7 @@ class Admission:
                 if isinstance(effect, Granted):
                     waiter = self._waiters.pop(effect.grant.demand)
                     waiter.grant = effect.grant
-                    _bound(effect.grant)
+                    note_bound(effect.grant)
                 elif isinstance(effect, Settled):
                     self.on_settled(effect.lease)
                     continue

@@ -167,6 +167,19 @@ class Kernel:
                 self._save_up()
             self._pump(now)
 
+    def resize(self, demand: Demand, now: float) -> None:
+        """Asks anew how many pages `demand` takes, because that is known better by now. Does nothing where it does not
+        wait.
+        """
+        if demand.is_waiting:
+            line = self._lines[demand.model]
+            line.remove(demand)
+            demand.forget_sizes()
+            line.add(demand)
+            self._consider_all(demand.model)
+            self._refuse_hopeless()
+            self._pump(now)
+
     def _is_behind(self, demand: Demand) -> bool:
         """Tells whether, for every shape, a waiting demand takes no more pages than `demand`. Then `demand` cannot fit
         where that one does not.

@@ -90,6 +90,10 @@ class Demand:
             sizes[shape] = self.size(shape)
         return sizes[shape]
 
+    def forget_sizes(self) -> None:
+        """Has `size` asked again for every shape. The demand must not be in line meanwhile."""
+        self._sizes.clear()
+
     def kind(self, shapes: tuple[Hashable, ...]) -> tuple[int | None, ...]:
         """Returns `pages_at` for each of `shapes`, in their order."""
         return tuple(map(self.pages_at, shapes))

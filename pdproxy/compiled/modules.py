@@ -46,6 +46,8 @@ _EACH_REQUEST = {
     "fleet.instance": "each of which counts it",
     "fleet.breaker": "and learns what became of it",
     "fleet.page_count": "its prompt in pages",
+    "fronts.front_admission": "where another process admits it",
+    "fronts.mirror": "to what that one says of the fleet",
     "engines.http.http1.client": "a call",
     "engines.http.http1.request_head": "its head",
     "engines.http.http1.origin": "its connection",

@@ -53,6 +53,7 @@ from pdproxy.config.values import (
     Ports,
     RoutingPolicy,
     Seconds,
+    Workers,
 )
 from pdproxy.errors import ConfigError
 from transfer.command_line.commands import did_you_mean
@@ -85,6 +86,7 @@ class Settings(BaseSettings):
     config: Path | None = setting(None, "TOML file with any of these options and [[instances]]")
     host: str = setting("127.0.0.1", "Address to serve on")
     port: Port = setting(9100, "Port to serve on")
+    workers: Workers = setting(1, "Processes that carry the traffic, or auto: one for each core but one")
 
     instances: CliSuppress[tuple[InstanceSettings, ...]] = setting((), "Instances by name (file only)")
     prefill: CommaList = setting((), "Addresses of the prefillers")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
@@ -79,8 +80,17 @@ def is_wanted(value: object) -> object:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS), AfterValidator(check_printable)]
+MAX_WORKERS = 256
+
+
+def read_workers(given: Any) -> Any:
+    """Returns a number of processes; ``auto`` is one for each core that this process may use, but one."""
+    return max(1, len(os.sched_getaffinity(0)) - 1) if given == "auto" else given
+
+
 ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_NAME_CHARS), AfterValidator(check_printable)]
 PortNumber = Annotated[int, Field(ge=1, le=65535)]
+Workers = Annotated[int, BeforeValidator(read_workers), Field(ge=1, le=MAX_WORKERS)]
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
 Ports = Annotated[tuple[PortNumber, ...], NoDecode, BeforeValidator(split_list)]
 Port = Annotated[int, Field(ge=0, le=65535)]

@@ -13,20 +13,21 @@ LEAST = 20
 """The fewest first tokens of which percentiles are told: below that, the 95th is the slowest one."""
 
 
-def first_token_facts(recent: Recent, under_way: Iterable[RequestRecord], now: float) -> dict[str, Any]:
-    """Returns the facts of the streams whose first token came in the last minute before `now`, which is on the records'
-    clock.
-
-    They are ``num``, ``least`` (how many it takes for percentiles) and, where there are so many, ``p50`` and ``p95`` in
-    seconds.
-    """
+def waits_s(recent: Recent, under_way: Iterable[RequestRecord], now: float) -> list[float]:
+    """Returns the waits for the first tokens of the last minute before `now`, which is on the records' clock; in
+    seconds."""
     since = now - WINDOW_S
     waits = [wait_s for came, wait_s in recent.first_tokens if came >= since]
-    waits += [wait_s for record in under_way if (wait_s := _wait_s(record, since)) is not None]
+    return waits + [wait_s for record in under_way if (wait_s := _wait_s(record, since)) is not None]
+
+
+def first_token_facts(waits: Sequence[float]) -> dict[str, Any]:
+    """Returns ``num``, ``least`` (how many it takes for percentiles) and, where there are so many, ``p50`` and ``p95``
+    in seconds."""
     facts: dict[str, Any] = {"num": len(waits), "least": LEAST}
     if len(waits) >= LEAST:
-        waits.sort()
-        facts |= {"p50": _quantile(waits, 0.5), "p95": _quantile(waits, 0.95)}
+        ordered = sorted(waits)
+        facts |= {"p50": _quantile(ordered, 0.5), "p95": _quantile(ordered, 0.95)}
     return facts
 
 

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from heapq import nsmallest
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdproxy import __version__
 from pdproxy.dashboard.cards import cards
 from pdproxy.dashboard.first_tokens import first_token_facts
 from pdproxy.dashboard.minute import Counts, LastMinute
+from pdproxy.dashboard.traffic import Traffic, slowest
 from pdproxy.fleet.pool import Pool
 from pdproxy.ids import fresh_id
 from pdproxy.orchestrator.orchestrator import Orchestrator
 from pdproxy.orchestrator.reaper import Reaper
-from pdproxy.telemetry.metrics import Metrics
-from pdproxy.telemetry.record import Recent, RequestRecord
+from pdproxy.telemetry.figures import Elsewhere
 
-NUM_SLOWEST = 12
-MAX_MODEL_CHARACTERS = 64
-"""Number of characters that are shown of a model's name as a client wrote it."""
+PART = "traffic"
+"""The name of the page's part of the figures of other processes."""
 
 
 class Snapshotter:
@@ -37,16 +34,16 @@ class Snapshotter:
         pool: Pool,
         orchestrator: Orchestrator,
         reaper: Reaper,
-        metrics: Metrics,
-        recent: Recent,
+        traffic: Traffic,
+        elsewhere: Elsewhere,
         can_change: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._orchestrator = orchestrator
         self._reaper = reaper
-        self._metrics = metrics
-        self._recent = recent
+        self._traffic = traffic
+        self._elsewhere = elsewhere
         self._can_change = can_change
         self._clock = clock
         self._made_at = clock()
@@ -65,12 +62,12 @@ class Snapshotter:
     def take(self) -> dict[str, Any]:
         """Returns ``proxy``, ``fleet`` (one card per instance, by key), ``flow`` and ``slow``: plain JSON, without any
         null but those in the lists of the history."""
-        records = self._orchestrator.records()
+        present = self._elsewhere.present(PART, self._traffic.present())
         return {
             "proxy": self._proxy(),
             "fleet": cards(self._pool),
-            "flow": self._flow(records),
-            "slow": [self._row(record) for record in nsmallest(NUM_SLOWEST, records, key=lambda one: one.started)],
+            "flow": self._flow(present),
+            "slow": slowest(present["slow"], self._clock() - self._made_at),
         }
 
     def _proxy(self) -> dict[str, Any]:
@@ -82,57 +79,13 @@ class Snapshotter:
             "can_change": self._can_change,
         }
 
-    def _flow(self, records: Sequence[RequestRecord]) -> dict[str, Any]:
-        now, recent = self._clock(), self._recent
-        counts = Counts(
-            at=now - self._made_at,
-            ended=dict(recent.totals),
-            failures=dict(recent.failures),
-            phase_s=self._metrics.phase_totals_s(),
-            tokens=self._num_tokens(records),
-        )
-        self._minute.note(counts)
+    def _flow(self, present: Mapping[str, Any]) -> dict[str, Any]:
+        counted = self._elsewhere.counted(PART, self._traffic.counted())
+        self._minute.note(Counts(at=self._clock() - self._made_at, **counted))
         return {
-            "in_flight": len(records),
-            "now": dict(Counter(_step(record)[0] for record in records)),
+            "in_flight": present["in_flight"],
+            "now": present["now"],
             "unsettled": self._reaper.statistics()["open"],
-            "first_token_s": first_token_facts(recent, records, now),
+            "first_token_s": first_token_facts(present["waits_s"]),
             **self._minute.facts(),
         }
-
-    def _num_tokens(self, records: Sequence[RequestRecord]) -> int:
-        """Returns the number of tokens that clients were given so far."""
-        return self._recent.num_output_tokens + sum(record.num_output_tokens for record in records)
-
-    def _row(self, record: RequestRecord) -> dict[str, Any]:
-        """Returns what the page shows of one request under way."""
-        step, since = _step(record)
-        told: dict[str, Any] = {
-            "id": record.request_id,
-            "started": self._seconds(record.started),
-            "step": step,
-            "since": self._seconds(since),
-            "attempts": record.num_attempts,
-        }
-        if record.model is not None:
-            told["model"] = record.model[:MAX_MODEL_CHARACTERS]
-        if (attempt := record.attempt) is not None:
-            known = {
-                "prefiller": attempt.prefiller,
-                "decoder": attempt.decoder,
-                "tokens": attempt.num_prompt_tokens,
-                "pages": attempt.num_pages,
-            }
-            told |= {name: value for name, value in known.items() if value is not None}
-        return told
-
-    def _seconds(self, moment: float) -> float:
-        return round(moment - self._made_at, 2)
-
-
-def _step(record: RequestRecord) -> tuple[str, float]:
-    """Returns the step that the request is in, and since when, on the record's clock."""
-    if record.attempt is None:
-        return "tokenize", record.started
-    step, since = record.attempt.step
-    return step or "retry", since

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -125,6 +125,8 @@ class ReleaseCall:
     """The seconds from the attempt's end to the call: the call must not meet what is still under way."""
     or_ready: bool = False
     """Tells that the delay is over as soon as every rank has said that it is ready."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """The headers that go with the call. Adapters leave them to the attempt."""
 
 
 class Adapter(Protocol):

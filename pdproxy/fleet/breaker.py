@@ -199,6 +199,19 @@ class Breaker:
             self._step(CLOSED)
             self.on_change()
 
+    def told(self) -> tuple[int, BreakerState, float, int, float]:
+        """Returns what `mirror` takes: the era, the state, the seconds since the breaker opened, the probes that were
+        let through, and the seconds since the first of them."""
+        now = self._clock()
+        return self._era, self.state, now - self._opened_at, self._num_probes, now - self._probes_at
+
+    def mirror(self, era: int, state: BreakerState, opened_s: float, num_probes: int, probes_s: float) -> None:
+        """Makes this breaker say what another one does, which has `told` so. It must not hear of outcomes itself."""
+        now = self._clock()
+        self._era, self.state, self._num_probes = era, state, num_probes
+        self._opened_at, self._probes_at = now - opened_s, now - probes_s
+        self.on_change()
+
     def statistics(self) -> BreakerStatistics:
         now = self._clock()
         num_faults, num_outcomes = self._outcomes.within(self._limits.window_s, now)

@@ -177,6 +177,9 @@ class Instance(Place):
         self._shapes = shapes or Shapes()
         self.on_change: Callable[[], object] = lambda: None
         """Called when the instance may serve others than before, though no time has passed; must not raise."""
+        self.on_news: Callable[[], object] = lambda: None
+        """Called when anything may have changed that requests go by: facts, health, doubts, the breaker; must not
+        raise."""
         self.look_lock = asyncio.Lock()
         """Lets one look happen at a time: an answer of an ended process must not be heard after its successor's
         answer."""
@@ -354,6 +357,7 @@ class Instance(Place):
             self._become_ready()
         elif is_new or self.health is not Health.ALIVE:
             self._become(Health.ALIVE, "no canary has gone through it yet")
+        self.on_news()
 
     def _tell_admission(self, facts: EngineInfo, look: Look) -> None:
         assert facts.epoch is not None
@@ -381,6 +385,7 @@ class Instance(Place):
             self._go_down(self.why)
         elif not self.is_ready:
             self.why = why
+        self.on_news()
 
     def lost(self, why: str) -> None:
         """Notes that the instance does not answer, or not as it should, and is down."""
@@ -399,6 +404,11 @@ class Instance(Place):
         if is_lost:
             self.lost(why)
         self._is_doubtful = True
+        self.look_soon()
+        self.on_news()
+
+    def look_soon(self) -> None:
+        """Asks for a look at once, which need not mean that anything is wrong."""
         self.suspected.set()
 
     def relied_on(self, limit: Deadline, error: MakeError) -> Reliance:
@@ -433,10 +443,12 @@ class Instance(Place):
         """Notes that a look at the instance begins, which answers the suspicions there are."""
         self._is_examined, self._is_doubtful = self._is_doubtful, False
         self.suspected.clear()
+        self.on_news()
 
     def examined(self) -> None:
         """Notes that a look at the instance has ended. Idempotent."""
         self._is_examined = False
+        self.on_news()
 
     def drain(self) -> None:
         """Ends the sending of new attempts; those under way go on."""
@@ -571,6 +583,7 @@ class Instance(Place):
     def _changed(self) -> None:
         self._refresh()
         self.on_change()
+        self.on_news()
 
     def _refresh(self) -> None:
         """Tells the admission whether new attempts may come here."""

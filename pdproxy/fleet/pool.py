@@ -39,6 +39,8 @@ class Pool:
         self.on_change: Callable[[], object] = lambda: None
         """Called when an instance came or went, or may serve others than before, though no time has passed; must not
         raise."""
+        self.on_membership: Callable[[], object] = lambda: None
+        """Called when an instance came, was taken out or was let go; must not raise."""
         for instance in instances:
             self._take_in(instance)
 
@@ -66,6 +68,7 @@ class Pool:
             raise ValueError(f"there is an instance {instance.name!r} already")
         self._take_in(instance)
         self.changed.set()
+        self.on_membership()
 
     def _take_in(self, instance: Instance) -> None:
         self._members[instance.name] = instance
@@ -85,6 +88,7 @@ class Pool:
         self._leaving.append(instance)
         self._has_changed()
         self.changed.set()
+        self.on_membership()
         return instance
 
     def let_go(self) -> list[Instance]:
@@ -105,6 +109,7 @@ class Pool:
                 self.admission.discard(instance)
             self.on_change()
             self.changed.set()
+            self.on_membership()
         return idle
 
     def _has_changed(self) -> None:

@@ -328,6 +328,8 @@ class KvBoard:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
+        self.pass_on: Callable[[wire.AnySignal], bool] = lambda signal: False
+        """Called with a signal that nobody here expects. Returns True where somebody else may. Must not raise."""
         # State: the open expectations by attempt, and counters.
         self._open: dict[str, Expectation] = {}
         self._count = BoardStatistics()
@@ -352,11 +354,19 @@ class KvBoard:
 
     def deliver(self, signal: wire.AnySignal) -> None:
         """Takes a signal. It never raises for what a peer may send, and never waits."""
+        if not self.knows(signal) and self.pass_on(signal):
+            return
         self._count.num_signals += 1
         if isinstance(signal, wire.ProxyNotif):
             self._deliver_notification(signal)
         else:
             self._deliver_signal(signal)
+
+    def knows(self, signal: wire.AnySignal) -> bool:
+        """Tells whether the attempt that the signal is about is expected here."""
+        if isinstance(signal, wire.ProxyNotif):
+            return (signal.attempt or signal.req_id) in self._open
+        return signal.attempt in self._open
 
     def fail_epoch(self, epoch: str, reason: str) -> int:
         """Fails the attempts of the decoder process `epoch`, which has certainly gone: nobody need wait for KV there

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -195,6 +196,7 @@ class Attempt:
         self.record.advance(_PREFILL)
         self._info = info
         self.lease.step(_FILLING)
+        self._admission.sent(self.lease, self._guard)
 
     def replied(self, reply: PrefillReply) -> None:
         """Notes that the prefill leg is over, and what its reply tells of the prompt."""
@@ -269,7 +271,7 @@ class Attempt:
         if isinstance(how, ReleaseCall):
             delay_s = max(how.delay_s, GRACE_S) if self._is_decoded else how.delay_s
             return Way(
-                errand=how,
+                errand=replace(how, headers=self.headers(self.instance(how.role))),
                 target=self.instance(how.role),
                 not_before_s=min(delay_s, lease_s / 2),
                 over_after_s=lease_s,
@@ -278,6 +280,19 @@ class Attempt:
         if how is ReleaseMode.FREE:
             return Way(over_after_s=self.traits.closing_s, is_closing=True)
         return Way(over_after_s=lease_s)
+
+    def _guard(self) -> ReleaseCall | None:
+        """Returns the call that frees the pages however far the legs have come; None where the engines have none."""
+        if self.traits.freed is not _FREED_BY_SIGNALS:
+            return None
+        try:
+            how = self._abandon(is_decode_sent=False)
+        except Exception:  # of an adapter
+            log.exception("%r has no guard", self)
+            return None
+        if not isinstance(how, ReleaseCall) or how.or_ready:
+            return None
+        return replace(how, headers=self.headers(self.instance(how.role)))
 
     @property
     def _knows_decoder(self) -> bool:

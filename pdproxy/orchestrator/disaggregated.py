@@ -60,7 +60,7 @@ class PrefillerWatchdog(Deadline):
         elif not self._is_looked_at:
             # Asks the probe for a look. When that has had its time, the prefiller is judged a second and last time.
             self._is_looked_at = True
-            self._prefiller.suspected.set()
+            self._prefiller.look_soon()
             self.wait(self._probe_s, self._not_well)
 
     def _not_well(self) -> LegFailed:

@@ -266,7 +266,7 @@ class OpenLeg:
 
     def look(self) -> None:
         """Has the instance looked at: it has been silent for long, which need not mean anything."""
-        self._instance.suspected.set()
+        self._instance.look_soon()
 
     def time_out(self, message: str) -> LegTimedOut:
         """Books that the leg missed its time. Returns the error to raise. Call it only in the moment in which it

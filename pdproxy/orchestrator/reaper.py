@@ -10,20 +10,21 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
 
 from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
-from pdproxy.admission.custody import Evidence
+from pdproxy.admission.custody import Evidence, Way
 from pdproxy.admission.orphans import Job
 from pdproxy.engines.adapter import MalformedReply, ReleaseCall
 from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, LocalFault
+from pdproxy.engines.traits import EngineTraits
 from pdproxy.errors import DeadlineExceeded, KvFailed
 from pdproxy.fleet.instance import Instance
-from pdproxy.orchestrator.attempt import Attempt
+from pdproxy.kv_signals.board import Expectation
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,32 @@ OUTCOMES: Mapping[Evidence, str] = {
     Evidence.INCARNATION_ENDED: "void",
 }
 """The outcome of an orphan, by the evidence that freed it; it is ``freed`` where closing the leg was enough."""
+
+
+class Orphan(Protocol):
+    """Orphan is an attempt whose request is over, while its pages are not known to be free."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def lease(self) -> Lease: ...
+
+    @property
+    def expectation(self) -> Expectation | None:
+        """The place on the board where signals tell of the KV; None where they are heard elsewhere, or not at all."""
+
+    @property
+    def traits(self) -> EngineTraits: ...
+
+    def way(self) -> Way:
+        """Returns how the pages become free."""
+
+    def orphan_facts(self, now: float) -> dict[str, Any]:
+        """Returns what the status page shows. `now` is in seconds on the admission's clock."""
+
+    def settled(self) -> None:
+        """Notes that the pages have come back, or that nobody waits for them any more. Idempotent."""
 
 
 class Reaper:
@@ -52,13 +79,13 @@ class Reaper:
         admission.on_settled = self._settled_one
         # State: the orphans; the task group in which they are dealt with, while `run` runs; an event for the next
         # one to be settled; the number of each outcome.
-        self._orphans: dict[Lease, Attempt] = {}
+        self._orphans: dict[Lease, Orphan] = {}
         self._tasks: TaskGroup | None = None
         self._settled = anyio.Event()
         self._outcomes: dict[str, int] = dict.fromkeys(("adopted", "told", "freed", "dropped", "expired", "void"), 0)
 
     @property
-    def orphans(self) -> Iterable[Attempt]:
+    def orphans(self) -> Iterable[Orphan]:
         return self._orphans.values()
 
     async def run(self) -> None:
@@ -82,7 +109,7 @@ class Reaper:
             self._orphans.clear()
             self._wake()
 
-    def adopt(self, attempt: Attempt) -> None:
+    def adopt(self, attempt: Orphan) -> None:
         """Makes the reaper responsible for the attempt's pages. Returns at once."""
         self._outcomes["adopted"] += 1
         way = attempt.way()
@@ -137,18 +164,18 @@ class Reaper:
         finally:
             self._admission.errand_ended(job.lease, is_done)
 
-    async def _has_done(self, errand: ReleaseCall, instance: Instance, attempt: Attempt) -> bool:
+    async def _has_done(self, errand: ReleaseCall, instance: Instance, attempt: Orphan) -> bool:
         """Carries out the errand. Returns True when the pages are free, or will be without anybody's help."""
         try:
             with anyio.fail_after(errand.timeout_s or self._call_timeout_s):
-                return await _call(errand, instance, attempt.headers(instance))
+                return await _call(errand, instance, errand.headers)
         except (EngineUnreachable, EngineBroken, MalformedReply, TimeoutError) as error:
             log.debug("%s was to drop attempt %s: %r", instance.name, attempt.id, error)
             if isinstance(error, EngineUnreachable | EngineBroken) and not isinstance(error, LocalFault):
                 instance.suspect(f"it cannot be asked to drop pages: {error}", is_lost=isinstance(error, EngineRefused))
             return False
 
-    async def _hurry_when_ready(self, attempt: Attempt) -> None:
+    async def _hurry_when_ready(self, attempt: Orphan) -> None:
         """Has the errand done at once when every rank has the KV: then no write can be under way any more that it would
         meet."""
         expectation = attempt.expectation

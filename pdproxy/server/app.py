@@ -28,6 +28,7 @@ from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.routes import CHALLENGE, GenerationRoute
 from pdproxy.telemetry import request_id
+from pdproxy.telemetry.figures import Elsewhere
 from pdproxy.telemetry.metrics import Metrics
 from pdproxy.telemetry.record import Recent
 from transfer.memory_budget import MemoryBudget
@@ -68,24 +69,21 @@ def build_app(
     *,
     generation_routes: Mapping[str, GenerationRoute],
     pool: Pool,
-    board: KvBoard,
     orchestrator: Orchestrator,
-    reaper: Reaper,
-    metrics: Metrics,
-    recent: Recent,
-    descriptors: DescriptorBudget,
-    memory: MemoryBudget,
     keys: ApiKeys,
     cors_origins: Sequence[str],
     lifespan: Lifespan,
+    elsewhere: ASGIApp | None = None,
 ) -> App:
-    """Returns the ASGI application; `lifespan` starts and stops what runs behind it."""
+    """Returns the ASGI application; `lifespan` starts and stops what runs behind it. Requests for which it has no route
+    go `elsewhere`, where that is given."""
     app = App(DirectRoutes(generation_routes, may_be_asked_from_elsewhere=bool(cors_origins)), lifespan=lifespan)
     for path, endpoint in generation_routes.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, pool, keys)
     _add_health_routes(app, pool, orchestrator)
-    _add_operator_routes(app, Status(pool, board, orchestrator, reaper, recent, descriptors, memory), metrics)
+    if elsewhere is not None:
+        app.router.default = elsewhere
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ProxyError, _on_proxy_error)
     app.add_exception_handler(Exception, _on_bug)
@@ -101,6 +99,14 @@ def build_app(
     return app
 
 
+PART = "status"
+"""The name of the status page's part of the figures of other processes."""
+MAX_RECENT = 50
+"""The most requests that are shown of those which have ended."""
+_ON_BOARD = ("num_open", "num_waiting")
+"""The numbers of the board that are no counters."""
+
+
 class Status:
     """Status makes the status page. Its members are documented in ``docs/metrics.md``."""
 
@@ -113,7 +119,10 @@ class Status:
         recent: Recent,
         descriptors: DescriptorBudget,
         memory: MemoryBudget,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
+        """Takes the figures of the proxy's other processes, where there are any."""
+        self._elsewhere = elsewhere or Elsewhere()
         self._pool = pool
         self._board = board
         self._orchestrator = orchestrator
@@ -125,8 +134,16 @@ class Status:
         # State: the most tokens that were told so far.
         self._most_output_tokens = 0
 
+    async def look(self) -> dict[str, Any]:
+        """Returns what the page shows, with figures of other processes that are up to date."""
+        await self._elsewhere.look()
+        return self.facts()
+
     def facts(self) -> dict[str, Any]:
+        """Returns what the page shows."""
         books = [pages for instance in self._pool.instances if (pages := instance.pages) is not None]
+        counted = self._elsewhere.counted(PART, self.counted())
+        present = self._elsewhere.present(PART, self.present())
         return {
             "version": __version__,
             "started_at": round(self._started_at, 3),
@@ -139,16 +156,35 @@ class Status:
                 for book in books
             },
             "admission": {book.name: asdict(book) for book in books},
-            "board": asdict(self._board.statistics()),
             "reaper": self._reaper.statistics(),
-            "memory": {
-                "budget_bytes": self._memory.limit_bytes,
-                "used_bytes": self._memory.num_bytes,
-                "refused": self._memory.num_refused,
-            },
-            "in_flight": self._orchestrator.in_flight(),
-            "totals": self._recent.totals,
+            "totals": counted["totals"],
+            "tokens": counted["tokens"],
+            "board": counted["board"] | present["board"],
+            "memory": present["memory"] | counted["memory"],
+            "in_flight": present["in_flight"],
+            "recent": sorted(present["recent"], key=lambda one: -float(one["started_at"]))[:MAX_RECENT],
+            "descriptors": present["descriptors"],
+            "tasks": present["tasks"],
+            "workers": self._elsewhere.workers(),
+        }
+
+    def counted(self) -> dict[str, Any]:
+        """Returns what this process has counted: figures that only grow."""
+        board = {name: value for name, value in asdict(self._board.statistics()).items() if name not in _ON_BOARD}
+        return {
+            "totals": dict(self._recent.totals),
             "tokens": {"prompt": self._recent.num_prompt_tokens, "output": self._num_output_tokens()},
+            "board": board,
+            "memory": {"refused": self._memory.num_refused},
+        }
+
+    def present(self) -> dict[str, Any]:
+        """Returns what is so in this process now."""
+        board = {name: value for name, value in asdict(self._board.statistics()).items() if name in _ON_BOARD}
+        return {
+            "board": board,
+            "memory": {"budget_bytes": self._memory.limit_bytes, "used_bytes": self._memory.num_bytes},
+            "in_flight": self._orchestrator.in_flight(),
             "recent": self._recent.facts(),
             "descriptors": self._descriptors.status(),
             "tasks": len(asyncio.all_tasks()),
@@ -205,7 +241,9 @@ def _who_is_not(pool: Pool) -> str:
     return "; ".join(f"{one.name} ({one.role}) is {one.health}{one.why and f': {one.why}'}" for one in waiting)
 
 
-def _add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None:
+def add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None:
+    """Adds the pages for operators."""
+
     @app.get("/")
     async def front_page() -> Response:
         """Says whom one has reached, and what else there is to ask."""
@@ -220,11 +258,11 @@ def _add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None
 
     @app.get("/metrics")
     async def metrics_page() -> Response:
-        return Response(metrics.render(), media_type=metrics.content_type)
+        return Response(await metrics.look(), media_type=metrics.content_type)
 
     @app.get("/status")
     async def status_page() -> Response:
-        return _json(status.facts())
+        return _json(await status.look())
 
 
 class _WithRequestId:

@@ -5,8 +5,11 @@ Every name is documented in ``docs/metrics.md``, and a test checks that both hav
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,12 +22,16 @@ from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.fleet.pool import Pool
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.telemetry.attempt_record import AttemptRecord
+from pdproxy.telemetry.figures import Elsewhere, added
 from pdproxy.telemetry.fleet import FleetMetrics
 from pdproxy.telemetry.log import num_dropped
 from pdproxy.telemetry.model_metrics import ModelMetrics
 from pdproxy.telemetry.record import RequestRecord
 from pdproxy.telemetry.series import Counts, Durations
 from transfer.memory_budget import MemoryBudget
+
+PART = "metrics"
+"""The name of the page's part of the figures of other processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +58,10 @@ class Metrics:
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, *, elsewhere: Elsewhere | None = None, is_front: bool = False) -> None:
+        """Takes the figures of the proxy's other processes, where there are any. `is_front` leaves out what the leader
+        tells: of the fleet, and of the process."""
+        self._elsewhere = elsewhere or Elsewhere()
         self._phase_s = Durations("pdproxy_phase_seconds", "Where requests spend their time", "phase")
         self._request_s = Durations("pdproxy_request_seconds", "Whole requests", "path")
         self._first_s = Durations("pdproxy_first_token_seconds", "Streams, until their first event", "path")
@@ -77,12 +87,16 @@ class Metrics:
             self._lag_s,
         ):
             registry.register(counted)
-        Gauge("pdproxy_build_info", "Always 1", ["version"], registry=registry).labels(__version__).set(1)
-        for collector in (_Slots(sources.pool), FleetMetrics(sources.pool), _Requests(sources), _Signals(sources)):
-            registry.register(collector)
+        if not is_front:
+            Gauge("pdproxy_build_info", "Always 1", ["version"], registry=registry).labels(__version__).set(1)
+            ProcessCollector(registry=registry)
+            registry.register(_Fronts(self._elsewhere))
+            registry.register(_Slots(sources.pool))
+            registry.register(FleetMetrics(sources.pool))
+        registry.register(_Requests(sources))
+        registry.register(_Signals(sources))
         registry.register(_Log())
         self._of_models.register(registry)
-        ProcessCollector(registry=registry)
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
         self._legs.add((leg, instance, outcome))
@@ -126,8 +140,66 @@ class Metrics:
         """Returns all the seconds that requests have spent so far, by phase."""
         return self._phase_s.totals_s()
 
+    async def look(self) -> bytes:
+        """Returns the page, with figures of other processes that are up to date."""
+        await self._elsewhere.look()
+        return self.render()
+
     def render(self) -> bytes:
-        return generate_latest(self._registry)
+        """Returns the page."""
+        if not self._elsewhere.has_any:
+            return generate_latest(self._registry)
+        families = self._elsewhere.counted(PART, self.counted())
+        families = added(families, self._elsewhere.present(PART, self.present()))
+        return generate_latest(_Page(families))
+
+    def counted(self) -> dict[str, Any]:
+        """Returns the counters and histograms of this process, as figures."""
+        return {key: told for key, told in self._families() if told["type"] != "gauge"}
+
+    def present(self) -> dict[str, Any]:
+        """Returns the gauges of this process, as figures."""
+        return {key: told for key, told in self._families() if told["type"] == "gauge"}
+
+    def _families(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for family in self._registry.collect():
+            samples = {
+                json.dumps([one.name, list(one.labels.items())]): one.value
+                for one in family.samples
+                if not one.name.endswith("_created")
+            }
+            yield family.name, {"type": family.type, "text": family.documentation, "samples": samples}
+
+
+class _Page:
+    """_Page stands for a registry whose metrics are figures."""
+
+    def __init__(self, families: Mapping[str, Any]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics."""
+        for name, told in self._families.items():
+            metric = Metric(name, told["text"], told["type"])
+            for key, value in told["samples"].items():
+                sample, labels = json.loads(key)
+                metric.add_sample(sample, dict(labels), value)
+            yield metric
+
+
+class _Fronts(Collector):
+    """_Fronts shows the processes that carry the traffic, where there are any."""
+
+    def __init__(self, elsewhere: Elsewhere) -> None:
+        self._elsewhere = elsewhere
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily("pdproxy_workers", "Processes that carry the traffic, by state", labels=["state"])
+        states = Counter(str(worker["state"]) for worker in self._elsewhere.workers())
+        for state in ("starting", "serving", "leaving"):
+            family.add_metric([state], float(states[state]))
+        yield family
+        yield _counter("pdproxy_workers_lost", "Such processes that ended and were replaced", self._elsewhere.num_lost)
 
 
 class _Slots(Collector):

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pdproxy.admission.admission import Admission
 from pdproxy.assemble import Proxy, assemble
@@ -21,11 +23,16 @@ from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.token_counts import TokenizerReport
+from pdproxy.fronts import messages
+from pdproxy.fronts.channel import Channel
+from pdproxy.fronts.front import assemble_front
+from pdproxy.fronts.hub import Hub, Session
 from pdproxy.openai.request import CHAT, COMPLETIONS
 from pdproxy.tokens.tokenizer import FILE, FastTokenizer
 from tests.fakes.calls import LIMIT_S, Answer, AsgiCall, Call, Sent, Watch, as_it_is, until
 from tests.fakes.connected_call import ConnectedCall, Entrance
 from tests.fakes.fake_engine import FakeClient, FakeEngine, ScriptedEngine
+from transfer.wire import AnySignal
 
 __all__ = ["LIMIT_S", "WAYS", "Answer", "Call", "Harness", "Way", "proxy_in_front_of", "until"]
 
@@ -33,6 +40,8 @@ Way = Literal["awaited", "relay"]
 WAYS: tuple[Way, ...] = ("awaited", "relay")
 CLOSING_S = 0.01
 NOT_COMPARED = TokenizerReport(None).status()
+IS_BY_FRONT = bool(os.environ.get("PDPROXY_TEST_BY_FRONT"))
+"""Whether all requests go through fronts."""
 USUAL: dict[str, Way] = {"way": "awaited"}
 """For tests that name none."""
 
@@ -40,11 +49,17 @@ USUAL: dict[str, Way] = {"way": "awaited"}
 @dataclass
 class Harness:
     proxy: Proxy
+    """The proxy; where the requests go through a front, that front, which has most of the same parts."""
     prefillers: Sequence[Any]
     """Scripted engines of whatever kinds the test gave."""
     decoders: Sequence[Any]
     clients: list[FakeClient] = field(default_factory=list)
     way: Way = "awaited"
+    by_url: dict[str, FakeClient] = field(default_factory=dict)
+    cut: Callable[[], None] = lambda: None
+    """Cuts the connection between the front and its leader, as the end of either does."""
+    leader: Proxy | None = None
+    """Whom the front asks, where there is one."""
 
     def __post_init__(self) -> None:
         self.entrance = Entrance(self.proxy.app, self.proxy.memory)
@@ -121,8 +136,19 @@ class Harness:
         assert all(instance.num_attempts == 0 for instance in self.proxy.pool.instances)
         assert all(not instance.reliances for instance in self.proxy.pool.instances)
         self.proxy.check_integrity()
+        if self.leader is not None:
+            await _check_leader(self.leader)
         await until(lambda: not self.entrance.state.tasks and not self.entrance.state.connections)
         await until(lambda: not self.proxy.memory.num_bytes)  # a request's end is a moment after its answer's
+
+
+async def _check_leader(leader: Proxy) -> None:
+    """Nothing is held for a front any more that has nothing left."""
+    kernel, instances = leader.pool.admission.kernel, leader.pool.instances
+    await until(lambda: not sum(instance.held + instance.num_legs + instance.num_attempts for instance in instances))
+    await until(lambda: not leader.reaper.statistics()["open"] and not kernel.num_waiting)
+    assert all(not instance.queued_tokens for instance in instances)
+    leader.check_integrity()
 
 
 class _Bugs(logging.Handler):
@@ -159,15 +185,20 @@ async def proxy_in_front_of(
     *,
     wait: bool = True,
     way: Way | None = None,
+    by_front: bool | None = None,
     **options: Any,
 ) -> AsyncIterator[Harness]:
-    """A running, ready proxy. On the way out nothing may be held, expected or running any more."""
+    """A running, ready proxy. On the way out nothing may be held, expected or running any more. `by_front`: requests
+    go through a front, and the proxy is its leader."""
     before = asyncio.all_tasks()
     prefillers = prefillers or [FakeEngine("prefill")]
     decoders = decoders or [FakeEngine("decode")]
     harness = _build(prefillers, decoders, way or USUAL["way"], options)
     with no_bugs():
-        async with harness.proxy.app.router.lifespan_context(harness.proxy.app):
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(harness.proxy.app.router.lifespan_context(harness.proxy.app))
+            if by_front or (by_front is None and IS_BY_FRONT):
+                await stack.enter_async_context(_behind_a_front(harness))
             if wait:
                 await harness.is_ready()
                 for engine in (*prefillers, *decoders):
@@ -177,6 +208,50 @@ async def proxy_in_front_of(
     await asyncio.sleep(0)
     left = {task for task in asyncio.all_tasks() - before if not task.done()}
     assert not left, left
+
+
+@asynccontextmanager
+async def _behind_a_front(harness: Harness) -> AsyncIterator[None]:
+    """Puts a front before the proxy, over a real connection."""
+    leader, clients = harness.proxy, harness.by_url
+    ours, theirs = socket.socketpair()
+    for one in (ours, theirs):
+        one.setblocking(False)
+    given = leader.settings.model_dump(mode="json", exclude_unset=True, exclude={"instances"})
+    welcome = messages.Welcome(messages.PROTOCOL, given, 1, "nowhere", None)
+    front = assemble_front(welcome, theirs, make_client=lambda one: clients[one.url])
+    hub = Hub(leader.pool, leader.pool.admission, leader.reaper, leader.counts)
+    leader.pool.on_membership = hub.follow
+    sessions: list[Session] = []
+    channel = Channel(messages.FromFront, lambda why: hub.close(sessions[0]))
+
+    def hello(message: messages.Hello) -> None:
+        sessions.append(hub.open(channel.send))
+        channel.handlers = sessions[0].handlers
+
+    def pass_on(signal: AnySignal) -> bool:
+        front.board.deliver(signal)
+        return True
+
+    channel.handlers = {messages.Hello: hello}
+    leader.board.pass_on = pass_on
+    await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
+    async with front.app.router.lifespan_context(front.app):
+        await until(lambda: len(front.pool.instances) == len(leader.pool.instances))
+        harness.leader, harness.proxy = leader, cast(Proxy, front)
+        harness.entrance = Entrance(front.app, front.memory)
+        harness.cut = lambda: cast(asyncio.Transport, front.channel._transport).abort()
+        for instance in front.pool.instances:
+            _close_at_once(instance)
+        yield
+    await until(lambda: channel.is_over)
+
+
+def _close_at_once(instance: Instance) -> None:
+    """Scripted engines notice a closed leg at once."""
+    adapter: Any = instance.adapter
+    traits = replace(adapter.traits, closing_s=CLOSING_S)
+    setattr(adapter, "_traits" if hasattr(adapter, "_traits") else "traits", traits)
 
 
 def _is_compared(instance: Instance) -> bool:
@@ -223,8 +298,6 @@ def _build(
     proxy = assemble(Settings(**(defaults | options)), make_client=lambda one: clients[one.url])
     for engine in decoders:
         engine.sink = proxy.board.deliver
-    for instance in proxy.pool.instances:  # a closed leg is noticed at once by a scripted engine
-        adapter: Any = instance.adapter
-        traits = replace(adapter.traits, closing_s=CLOSING_S)
-        setattr(adapter, "_traits" if hasattr(adapter, "_traits") else "traits", traits)
-    return Harness(proxy, prefillers, decoders, list(clients.values()), way)
+    for instance in proxy.pool.instances:
+        _close_at_once(instance)
+    return Harness(proxy, prefillers, decoders, list(clients.values()), way, clients)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 from math import ceil, inf, log
+from typing import Any
 
 from pdproxy.fleet.routing.candidate import C, Candidate, RoutingHints
 from pdproxy.fleet.routing.candidates import CandidateSet, Policy
@@ -68,6 +69,10 @@ class SessionAffinity:
             return self._fallback.pick(lineup, hints)
         return home(_digest(hints.session.encode("utf-8", "surrogatepass")), lineup)
 
+    def key(self, prompt: Any) -> bytes | None:
+        """Returns None: what a prompt says makes no difference."""
+        return None
+
     def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
         """Returns the instance that has the session; None for a request without one."""
         return self.pick(lineup, hints) if hints.session else None
@@ -98,7 +103,7 @@ class PrefixAffinity:
         self._load_factor = load_factor
 
     def pick(self, lineup: CandidateSet[C], hints: RoutingHints) -> C:
-        key = self.key(hints.prompt)
+        key = hints.key or self.key(hints.prompt)
         if key is None:
             return self._fallback.pick(lineup, hints)
         has_key, bound = home(key, lineup), self._bound(lineup)
@@ -110,7 +115,7 @@ class PrefixAffinity:
         """Returns None: any instance will do, because the load is bounded anyway."""
         return None
 
-    def key(self, prompt: Sequence[int] | str | bytes | memoryview | None) -> bytes | None:
+    def key(self, prompt: Any) -> bytes | None:
         """Returns a key that is equal for prompts that begin alike; None where there is no whole chunk."""
         if prompt is None:
             return None

@@ -77,6 +77,8 @@ class RoutingHints:
     """A name that is equal for all requests of one conversation or user."""
     prompt: Sequence[int] | str | bytes | memoryview | None = None
     """The prompt's ids; where there are none its text, or the raw JSON of its messages."""
+    key: bytes | None = None
+    """A digest of how the prompt begins, where somebody else has the prompt."""
 
 
 NO_HINTS = RoutingHints()

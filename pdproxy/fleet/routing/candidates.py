@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 from pdproxy.fleet.routing.candidate import C, RoutingHints
 from pdproxy.fleet.routing.load_index import LoadIndex
@@ -62,6 +62,9 @@ class Policy(Protocol):
     @property
     def ties(self) -> bool:
         """Tells whether the policy has homes that are worth waiting for."""
+
+    def key(self, prompt: Any) -> bytes | None:
+        """Returns what the policy goes by of a prompt (as in `RoutingHints`); None where it goes by nothing of it."""
 
     def pick(self, lineup: CandidateSet[C], hints: RoutingHints) -> C:
         """Returns one of `lineup`."""

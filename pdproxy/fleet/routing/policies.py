@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pdproxy.config.values import RoutingPolicy
 from pdproxy.errors import ConfigError
@@ -54,6 +55,10 @@ class LeastLoaded:
         self._ramp.spend(picked.name)
         return picked
 
+    def key(self, prompt: Any) -> bytes | None:
+        """Returns None: what a prompt says makes no difference."""
+        return None
+
     def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
         """Returns None: any instance will do."""
         return None
@@ -92,6 +97,10 @@ class PowerOfTwo:
                 picked = other
         self._ramp.spend(picked.name)
         return picked
+
+    def key(self, prompt: Any) -> bytes | None:
+        """Returns None: what a prompt says makes no difference."""
+        return None
 
     def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
         """Returns None: any instance will do."""

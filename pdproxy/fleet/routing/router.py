@@ -60,6 +60,13 @@ class Router:
         """Tells whether a policy would rather have such a request wait for its home than go elsewhere."""
         return hints.session is not None and (self._prefill_policy.ties or self._decode_policy.ties)
 
+    def condensed(self, hints: RoutingHints) -> RoutingHints:
+        """Returns hints by which both policies choose as by `hints`, and which are short."""
+        if hints.prompt is None:
+            return hints
+        key = self._prefill_policy.key(hints.prompt) or self._decode_policy.key(hints.prompt)
+        return RoutingHints(session=hints.session, key=key)
+
     def hints(
         self, request: GenerationRequest, prompt_ids: Sequence[int] | None, headers: Mapping[str, str]
     ) -> RoutingHints:

@@ -56,6 +56,9 @@ def main(
     rounds: Annotated[
         int | None, option("N", "Rounds per scenario [default: 5; 1 with --quick; 3 with --failover]", min=1)
     ] = None,
+    workers: Annotated[
+        int, option("N", "Measure pdproxy once more, with so many processes; the CPU of all counts", min=1)
+    ] = 1,
     quick: Annotated[bool, option(None, "Two tiny scenarios, to see whether it works at all", "--quick")] = False,
     is_failover: Annotated[bool, option(None, FAILOVER, "--failover")] = False,
     ids: Annotated[
@@ -98,7 +101,14 @@ def main(
         else:
             chosen = pick(QUICK if quick else FULL, _names(scenarios), () if quick else LONG)
             status, report = _measure(
-                chosen, _names(peers), rounds, is_quick=quick, has_ids=ids, is_compiled=is_compiled, log_dir=log_dir
+                chosen,
+                _names(peers),
+                rounds,
+                is_quick=quick,
+                has_ids=ids,
+                is_compiled=is_compiled,
+                num_workers=workers,
+                log_dir=log_dir,
             )
         _write(report, json_file, plot_file, documents or [])
     except (ValueError, OSError) as error:
@@ -115,6 +125,7 @@ def _measure(
     is_quick: bool,
     has_ids: bool,
     is_compiled: bool,
+    num_workers: int,
     log_dir: Path | None,
 ) -> tuple[int, dict[str, Any]]:
     """Measures, and returns the exit status and what was found. `words` name the peers. Raises `ValueError` for an
@@ -137,6 +148,7 @@ def _measure(
         missing=missing,
         has_interpreted=INTERPRETED_WORD in words,
         earlier=earlier[-1] if earlier else None,
+        num_workers=num_workers,
     )
     raise_limit()
     with tempfile.TemporaryDirectory(prefix="pdproxy-bench-") as folder:
@@ -181,6 +193,7 @@ def _run(
         is_compiled=findings.machine["compiled"],
         has_interpreted=findings.has_interpreted,
         earlier=findings.earlier,
+        num_workers=findings.num_workers,
         logs=log_dir or work / "logs",
         work=work,
         found=findings.measured,

@@ -12,7 +12,7 @@ from typing import Any
 
 from scripts.dev.bench_proxy.plan import BESIDE, CALM, SOAK
 from scripts.dev.bench_proxy.samples import ADDED
-from scripts.dev.bench_proxy.targets import EARLIER, INTERPRETED, OURS
+from scripts.dev.bench_proxy.targets import EARLIER, INTERPRETED, OURS, WORKERS
 
 BEST_KNOWN = "vllm-router"
 EQUAL = 1.05
@@ -132,7 +132,7 @@ def _worst(rows: Sequence[Row], figure: str, peers: Sequence[str], what: str, mo
         (ratios[figure], row, peer)
         for row in rows
         for peer, ratios in row["ratios"].items()
-        if ratios[figure] is not None and peer not in (INTERPRETED, EARLIER) and (not peers or peer in peers)
+        if ratios[figure] is not None and peer not in (INTERPRETED, EARLIER, WORKERS) and (not peers or peer in peers)
     ]
     if found:
         ratio, row, peer = max(found, key=lambda each: each[0])

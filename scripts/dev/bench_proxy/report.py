@@ -30,6 +30,8 @@ class Findings:
     """True where pdproxy is measured a second time, not compiled."""
     earlier: Path | None = None
     """Holds another checkout of pdproxy, which is measured, too."""
+    num_workers: int = 1
+    """The processes with which pdproxy is measured a second time, where they are several."""
 
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from scripts.dev.bench_proxy.cores import Cores, on
 from scripts.dev.bench_proxy.load import Reach, Told, clients_of
 from scripts.dev.bench_proxy.plan import Scenario
 from scripts.dev.bench_proxy.samples import Sample, make_sample
-from scripts.dev.bench_proxy.targets import DIRECT, Peer, Place, pdproxy_line
+from scripts.dev.bench_proxy.targets import DIRECT, WORKERS, Peer, Place, pdproxy_line
 from scripts.dev.bench_proxy.texts import Texts
 
 START_TIMEOUT_S = 60.0
@@ -76,9 +76,12 @@ class Stage(ProcessGroup):
         programs: Mapping[str, Path],
         packages: Mapping[str, Path],
         texts: Texts | None = None,
+        *,
+        num_workers: int = 1,
     ) -> None:
         """Makes a stage. `packages` are folders with a pdproxy in them, by the target that each is. `texts` are there
-        for a scenario that counts tokens, or has prompts beside."""
+        for a scenario that counts tokens, or has prompts beside. `num_workers` is the number of processes of
+        `WORKERS`."""
         super().__init__(supervisor)
         self.scenario = scenario
         self.failures: dict[str, str] = {}
@@ -86,6 +89,7 @@ class Stage(ProcessGroup):
         self._programs = programs
         self._packages = packages
         self._texts = texts
+        self._num_workers = num_workers
         self._places: dict[str, Place] = {}
 
     async def set(self, peers: Sequence[Peer], *, has_ids: bool) -> None:
@@ -97,7 +101,12 @@ class Stage(ProcessGroup):
             for name in (DIRECT, *proxies)
         }
         model = self._texts.model if self._texts and self.scenario.is_counted else None
-        lines = {name: pdproxy_line(self._places[name], self.scenario, model) for name in self._packages}
+        lines = {
+            name: pdproxy_line(
+                self._places[name], self.scenario, model, num_workers=self._num_workers if name == WORKERS else 1
+            )
+            for name in self._packages
+        }
         lines |= {peer.name: peer.line(peer.command, self._places[peer.name], self.scenario) for peer in peers}
         at_home_with_sglang = {peer.name for peer in peers if peer.takes_sglang}
         for name, place in self._places.items():

@@ -18,6 +18,8 @@ from scripts.dev.bench_proxy.plan import Scenario
 OURS, DIRECT, INTERPRETED = "pdproxy", "direct", "pdproxy-interpreted"
 EARLIER = "pdproxy-earlier"
 """The name of the target that is another checkout of pdproxy."""
+WORKERS = "pdproxy-workers"
+"""The name of the target that is pdproxy with several processes."""
 QUEUE_TIMEOUT_S = 600
 
 
@@ -54,7 +56,9 @@ class Peer:
     """True where the peer is made for SGLang's engines, not for vLLM's."""
 
 
-def pdproxy_line(place: Place, scenario: Scenario, model: Path | None = None) -> tuple[str, ...]:
+def pdproxy_line(
+    place: Place, scenario: Scenario, model: Path | None = None, *, num_workers: int = 1
+) -> tuple[str, ...]:
     """Returns pdproxy's command line. With a `model`'s folder it counts tokens with the tokenizer in there."""
     slots = scenario.slots
     waiting = () if slots is None else ("--concurrent-pages", str(slots), "--max-queue", str(scenario.clients))
@@ -62,8 +66,9 @@ def pdproxy_line(place: Place, scenario: Scenario, model: Path | None = None) ->
     fleet = ("--engine", "vllm_nixl", "--prefill", place.prefill_url, "--decode", place.decode_url)
     serving = ("--port", str(place.port), "--proxy-port", "0", "--drain-grace-s", "0", "--log-level", "warning")
     counting = () if model is None else ("--model", str(model))
+    workers = () if num_workers == 1 else ("--workers", str(num_workers))
     # -P: not the pdproxy of the working directory, but of PYTHONPATH.
-    return (sys.executable, "-P", "-m", "pdproxy", "serve", *fleet, *serving, *waiting, *patience, *counting)
+    return (sys.executable, "-P", "-m", "pdproxy", "serve", *fleet, *serving, *waiting, *patience, *counting, *workers)
 
 
 def _vllm_router(command: str, place: Place, scenario: Scenario) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.dashboard.first_tokens import LEAST, first_token_facts
+from pdproxy.dashboard.first_tokens import LEAST, first_token_facts, waits_s
 from pdproxy.openai.request import COMPLETIONS
 from pdproxy.telemetry.attempt_record import AttemptRecord, Path, Phase
 from pdproxy.telemetry.record import Outcome, Recent, RequestRecord
@@ -49,15 +49,20 @@ def recent_of(*records: RequestRecord) -> Recent:
 
 def test_percentiles_are_those_of_single_requests() -> None:
     recent = recent_of(*(ended(record_of(0.01 * num)) for num in range(1, 101)))
-    facts = first_token_facts(recent, [], 1010.0)
+    facts = first_token_facts(waits_s(recent, [], 1010.0))
     assert facts == {"num": 100, "least": LEAST, "p50": 0.5, "p95": 0.95}
 
 
 def test_too_few_have_none() -> None:
     recent = recent_of(*(ended(record_of(0.5)) for _ in range(LEAST - 1)))
-    assert first_token_facts(recent, [], 1010.0) == {"num": LEAST - 1, "least": LEAST}
+    assert first_token_facts(waits_s(recent, [], 1010.0)) == {"num": LEAST - 1, "least": LEAST}
     under_way = [record_of(0.5)]
-    assert first_token_facts(recent, under_way, 1010.0) == {"num": LEAST, "least": LEAST, "p50": 0.5, "p95": 0.5}
+    assert first_token_facts(waits_s(recent, under_way, 1010.0)) == {
+        "num": LEAST,
+        "least": LEAST,
+        "p50": 0.5,
+        "p95": 0.5,
+    }
 
 
 def test_only_streams_whose_first_token_came_within_the_minute_count() -> None:
@@ -65,7 +70,7 @@ def test_only_streams_whose_first_token_came_within_the_minute_count() -> None:
     not_counted.is_counted = False
     recent = recent_of(ended(record_of(0.5, came=-55.1)), ended(record_of(0.5, stream=False)), ended(record_of(0.5)))
     under_way = [record_of(None), record_of(0.5, came=-56.0), record_of(0.5, stream=False), not_counted, record_of(9.0)]
-    assert first_token_facts(recent, under_way, 1005.0)["num"] == 2, "one that has ended, and one that has not"
+    assert first_token_facts(waits_s(recent, under_way, 1005.0))["num"] == 2, "one that has ended, and one that has not"
 
 
 def test_a_second_attempt_does_not_make_the_first_token_later() -> None:
@@ -76,6 +81,6 @@ def test_a_second_attempt_does_not_make_the_first_token_later() -> None:
     record.attempt.advance(Phase.DECODE)
     CLOCK.now += 1.0
     record.attempt.mark_first_byte()
-    facts = first_token_facts(recent_of(), [record] * LEAST, 1010.0)
+    facts = first_token_facts(waits_s(recent_of(), [record] * LEAST, 1010.0))
     assert facts["p50"] == 0.5
-    assert first_token_facts(recent_of(), [record] * LEAST, 1061.0)["num"] == 0
+    assert first_token_facts(waits_s(recent_of(), [record] * LEAST, 1061.0))["num"] == 0

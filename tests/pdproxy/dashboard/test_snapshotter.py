@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdproxy.dashboard.cards import card, word
-from pdproxy.dashboard.snapshotter import MAX_MODEL_CHARACTERS, NUM_SLOWEST
+from pdproxy.dashboard.traffic import MAX_MODEL_CHARACTERS, NUM_SLOWEST
 from tests.fakes.calls import Call
 from tests.fakes.eyes import picture_of, told
 from tests.fakes.proxy_harness import proxy_in_front_of, until

@@ -11,7 +11,7 @@ from typing import Literal
 
 import pytest
 
-from pdproxy.assemble import _http_client
+from pdproxy.assemble import http_client
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
 from pdproxy.errors import ConfigError, Unauthorized
@@ -315,7 +315,7 @@ async def test_the_engines_key_goes_with_every_call(kind: Literal["relay", "http
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         for key in ("theirs", None):
             settings = Settings(engine_api_key=key, engine_client=kind)
-            client = _http_client(settings)(InstanceSettings(name="p", role="prefill", url=url))
+            client = http_client(settings)(InstanceSettings(name="p", role="prefill", url=url))
             await client.get("/health", timeout_s=1)
             leg = await client.post("/v1/completions", b"{}", {"x-request-id": "r"})
             await leg.read()

@@ -1,0 +1,110 @@
+"""A connection between a front and the leader: frames of messages, in order.
+
+What one end sends in a turn of its event loop goes as one frame. A frame is its length in bytes (32 bits, big-endian)
+and a MessagePack array of messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 1 << 28
+"""The most bytes of a frame. The largest message has a whole prompt, in a call that frees LMCache's pages."""
+_LENGTH = struct.Struct(">I")
+
+Handlers = Mapping[type, Callable[[Any], object]]
+"""The function that is called with each message of a class, by the class."""
+
+
+class Channel(asyncio.Protocol):
+    """`Channel` decodes messages of the union `incoming`, and calls what `handlers` has for the class of each.
+
+    `on_lost` is called once, with the reason, when the connection is over; nothing is sent any more then. Mutable
+    state: the transport, once connected; what is to be sent at the end of this turn; what has come of a frame.
+    """
+
+    def __init__(self, incoming: Any, on_lost: Callable[[str], object]) -> None:
+        self.handlers: Handlers = {}
+        self._decode = msgspec.msgpack.Decoder(list[incoming]).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._outgoing: list[Any] = []
+        self._received = bytearray()
+        self._why = "the connection was closed"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.is_over = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._loop = asyncio.get_running_loop()
+        if self._outgoing:
+            self._flush()
+
+    def send(self, message: Any) -> None:
+        """Sends a message, with all others of this turn. Never waits. Does nothing once the connection is over."""
+        if self.is_over:
+            return
+        if not self._outgoing and self._loop is not None:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append(message)
+
+    def _flush(self) -> None:
+        messages, self._outgoing = self._outgoing, []
+        if messages and self._transport is not None and not self._transport.is_closing():
+            frame = self._encode(messages)
+            self._transport.write(_LENGTH.pack(len(frame)) + frame)
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        begin = 0
+        while len(received) - begin >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(received, begin)
+            if length > MAX_FRAME_BYTES:
+                self.close(f"a frame of {length} bytes")
+                return
+            end = begin + _LENGTH.size + length
+            if len(received) < end:
+                break
+            frame = bytes(memoryview(received)[begin + _LENGTH.size : end])
+            begin = end
+            try:
+                self._handle(frame)
+            except Exception as error:  # of one end or the other: they do not understand each other any more
+                log.exception("a message of the other process cannot be handled")
+                self.close(repr(error))
+                return
+        if begin:
+            del received[:begin]
+
+    def _handle(self, frame: bytes) -> None:
+        handlers = self.handlers
+        for message in self._decode(frame):
+            handlers[type(message)](message)
+
+    def close(self, why: str) -> None:
+        """Closes the connection, after what was sent. Idempotent."""
+        self._why = why
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """The bytes that the other end has not taken yet."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_over = True
+        self._transport = self._loop = None
+        self._outgoing.clear()
+        self._on_lost(self._why if error is None else str(error))

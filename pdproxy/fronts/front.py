@@ -1,0 +1,320 @@
+"""A front is put together here, and run as a process of its own.
+
+``python -m pdproxy.fronts CHANNEL LISTENER...`` runs it; its arguments are descriptors. It is the proxy without its
+judgement: requests are served by the same orchestrator, with the leader's admission and the leader's fleet. The end of
+the connection to the leader is the end of the front, after what is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import struct
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+from fastapi import FastAPI
+
+from pdproxy import assemble as parts
+from pdproxy.admission.kernel import Kernel
+from pdproxy.aio.descriptors import DescriptorBudget
+from pdproxy.aio.loop_lag import LoopLag
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings
+from pdproxy.dashboard.traffic import Traffic
+from pdproxy.engines.factory import TAKE_IDS
+from pdproxy.engines.traits import KvReady
+from pdproxy.errors import ConfigError
+from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.pool import Pool
+from pdproxy.fleet.token_counts import TokenCounts
+from pdproxy.fronts import messages
+from pdproxy.fronts.channel import Channel
+from pdproxy.fronts.forward import Forward
+from pdproxy.fronts.front_admission import FrontAdmission
+from pdproxy.fronts.hub import refused_by
+from pdproxy.fronts.mirror import Mirror, MirroredInstance
+from pdproxy.kv_signals.board import KvBoard
+from pdproxy.orchestrator.orchestrator import Orchestrator
+from pdproxy.orchestrator.reaper import Reaper
+from pdproxy.serve import Server
+from pdproxy.server.api_keys import ApiKeys
+from pdproxy.server.app import App, Status, build_app
+from pdproxy.telemetry.figures import Figures
+from pdproxy.telemetry.log import RequestLog, configure
+from pdproxy.telemetry.metrics import Metrics, Sources
+from pdproxy.telemetry.record import Observers, Recent
+from pdproxy.telemetry.trace import make_tracing
+from pdproxy.tokens.prompt_sizer import make_sizer
+from transfer.memory_budget import MemoryBudget
+from transfer.wire import decode_signal
+
+log = logging.getLogger(__name__)
+
+
+LAST = 1 << 62
+"""The number of a front's last report, which nobody has asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """Front holds a front's parts. Implements `serve.Program`."""
+
+    app: App
+    settings: Settings
+    pool: Pool
+    board: KvBoard
+    orchestrator: Orchestrator
+    reaper: Reaper
+    admission: FrontAdmission
+    recent: Recent
+    descriptors: DescriptorBudget
+    memory: MemoryBudget
+    listen: Callable[[], None]
+    hurry: Callable[[], None]
+    reload: None
+    channel: Channel
+    server: list[Server]
+    """The server, once there is one."""
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` when pages or expectations do not add up."""
+        self.pool.check_integrity()
+        self.board.check_integrity()
+
+
+def assemble_front(
+    welcome: messages.Welcome, channel_socket: socket.socket, *, make_client: parts.MakeClient | None = None
+) -> Front:
+    """Builds a front and starts nothing. Raises `ConfigError` where an option cannot be met. `make_client` replaces
+    HTTP, for tests."""
+    settings = Settings(**welcome.settings)
+    settings = settings.model_copy(
+        update={"proxy_port": 0, "retry_min_per_s": settings.retry_min_per_s / welcome.num_fronts}
+    )
+    descriptors = DescriptorBudget()
+    make_client = make_client or parts.http_client(settings, descriptors)
+    board = KvBoard()
+    router = parts.make_router(settings, random.Random())
+    link = _Link()
+    channel = Channel(messages.FromLeader, link.lost)
+    admission = FrontAdmission(Kernel(router, is_limited=False), router, channel.send)
+    pool = Pool(admission)
+    signals = parts.Signals(board, settings, pool)
+
+    make_instance = parts.instance_maker(settings, admission, board.fail_epoch, make_client, kind=MirroredInstance)
+
+    def make(one: InstanceSettings, place: int) -> MirroredInstance:
+        instance = cast(MirroredInstance, make_instance(one, False))
+        instance.mirrored_by(place, channel.send, admission)
+        if instance.adapter.traits.ready is KvReady.ENGINES:  # then both legs are sent at once
+            descriptors.legs_per_request = 2
+        signals.hear(instance)
+        return instance
+
+    def make_none(one: InstanceSettings) -> Instance:
+        raise RuntimeError("instances join at the leader")
+
+    async def look(instance: Instance) -> None:
+        """Does nothing: the leader looks at instances."""
+
+    membership = Membership(pool, make_instance=make_none, check=settings.check_instances)
+    reaper = Reaper(admission, call_timeout_s=settings.probe_timeout_s, look=look)
+    retries = parts.make_retries(settings)
+    memory = MemoryBudget(parts.memory_budget(settings, welcome.num_fronts))
+    sources = Sources(
+        pool=pool,
+        board=board,
+        reaper=reaper.statistics,
+        num_in_flight=lambda: len(orchestrator.records()),
+        retries=retries.statistics,
+        num_continued=lambda: orchestrator.num_continued,
+        num_malformed=lambda: signals.num_malformed,
+        descriptors=descriptors,
+        memory=memory,
+    )
+    metrics, recent = Metrics(sources, is_front=True), Recent()
+    lag = LoopLag(metrics.loop_lagged)
+    tracing, keys = make_tracing(settings.otlp_endpoint), ApiKeys(settings.api_keys, settings.api_keys_file)
+    observer = Observers([metrics, RequestLog(), recent, tracing])
+    counts = TokenCounts(pool, take_ids=TAKE_IDS)
+    sizer = make_sizer(settings, counts)
+    orchestrator = parts.make_orchestrator(
+        settings,
+        admission=admission,
+        pool=pool,
+        board=board,
+        router=router,
+        sizer=sizer,
+        reaper=reaper,
+        retries=retries,
+        observer=observer,
+        descriptors=descriptors,
+        notify=signals.address if welcome.signals is None else lambda: welcome.signals or "",
+    )
+    mirror = Mirror(pool, admission, counts, make, membership)
+    running = parts.Running(
+        signals, reaper, orchestrator, pool, sizer, tracing, [membership.run, lag.run, descriptors.run]
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await asyncio.get_running_loop().create_connection(lambda: channel, sock=channel_socket)
+        channel.send(messages.Hello(messages.PROTOCOL, os.getpid()))
+        async with running.lifespan(app):
+            yield
+        channel.send(messages.Report(LAST, figures()))
+        channel.close("the front has ended")
+
+    app = build_app(
+        generation_routes=parts.generation_routes(settings, orchestrator, observer, keys, tracing, memory),
+        pool=pool,
+        orchestrator=orchestrator,
+        keys=keys,
+        cors_origins=parts.cors_origins(settings),
+        lifespan=lifespan,
+        elsewhere=Forward(welcome.operators),
+    )
+    front = Front(
+        app=app,
+        settings=settings,
+        pool=pool,
+        board=board,
+        orchestrator=orchestrator,
+        reaper=reaper,
+        admission=admission,
+        recent=recent,
+        descriptors=descriptors,
+        memory=memory,
+        listen=signals.open,
+        hurry=running.hurry,
+        reload=None,
+        channel=channel,
+        server=[],
+    )
+    status = Status(pool, board, orchestrator, reaper, recent, descriptors, memory)
+    traffic = Traffic(orchestrator, metrics, recent)
+
+    def figures() -> Figures:
+        return Figures(
+            counted={"status": status.counted(), "traffic": traffic.counted(), "metrics": metrics.counted()},
+            present={"status": status.present(), "traffic": traffic.present(), "metrics": metrics.present()},
+        )
+
+    link.front = front
+    channel.handlers = {
+        messages.Joined: mirror.joined,
+        messages.Left: mirror.left,
+        messages.Facts: mirror.facts,
+        messages.State: mirror.state,
+        messages.Tokenizer: mirror.tokenizer,
+        messages.Granted: mirror.granted,
+        messages.Refused: lambda message: admission.refused(message.attempt, refused_by(message)),
+        messages.Settled: lambda message: admission.settled(message.attempt, message.evidence),
+        messages.Signal: lambda message: _deliver(board, message.frame),
+        messages.ReportNow: lambda message: channel.send(messages.Report(message.number, figures())),
+        messages.Leave: lambda message: orchestrator.leave(),
+        messages.Retire: lambda message: link.retire(),
+    }
+    return front
+
+
+def _deliver(board: KvBoard, frame: bytes) -> None:
+    signal = decode_signal(frame)
+    if board.knows(signal):
+        board.deliver(signal)
+
+
+class _Link:
+    """_Link ends the front when it has to. Mutable state: the front, once it is put together."""
+
+    def __init__(self) -> None:
+        self.front: Front | None = None
+
+    def lost(self, why: str) -> None:
+        """Takes no new requests, because the leader has gone; what is under way goes on to its end."""
+        front = self.front
+        if front is None:
+            return
+        front.admission.lose_leader()
+        for server in front.server:
+            if not server.should_exit:
+                log.warning("the leader has gone (%s): this front ends when its requests have ended", why)
+                server.should_exit = True
+
+    def retire(self) -> None:
+        """Ends the front when its clients have gone."""
+        assert self.front is not None
+        for server in self.front.server:
+            server.retire()
+
+
+class FrontServer(Server):
+    """FrontServer says to the leader when it takes clients, and nothing to the log."""
+
+    def __init__(self, front: Front) -> None:
+        super().__init__(front)
+        self._channel = front.channel
+        front.server.append(self)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._channel.send(messages.Serving())
+
+    def tell_address(self, sockets: list[socket.socket]) -> None:
+        """Says nothing: the leader tells the address, which all fronts share."""
+
+
+def _read_welcome(channel: socket.socket) -> messages.Welcome:
+    """Returns the leader's first message, which is a frame of its own."""
+
+    def exactly(num_bytes: int) -> bytes:
+        got = b""
+        while len(got) < num_bytes:
+            piece = channel.recv(num_bytes - len(got))
+            if not piece:
+                raise ConnectionError("the leader has gone")
+            got += piece
+        return got
+
+    (length,) = struct.unpack(">I", exactly(4))
+    [welcome] = msgspec.msgpack.decode(exactly(length), type=list[messages.Welcome])
+    if welcome.protocol != messages.PROTOCOL:
+        raise ConfigError(f"the leader speaks protocol {welcome.protocol}, and this front {messages.PROTOCOL}")
+    return welcome
+
+
+def main(arguments: list[str]) -> int:
+    """Runs a front in this process, and returns its exit status. `arguments` are descriptors: of the connection to the
+    leader, and of the sockets to take clients from."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    with suppress(OSError):
+        os.setpgid(0, 0)  # a Ctrl-C in the terminal is for the leader, which tells its fronts
+    channel, *listeners = (socket.socket(fileno=int(one)) for one in arguments)
+    try:
+        welcome = _read_welcome(channel)
+    except ConnectionError:
+        return 0
+    channel.setblocking(False)
+    written = configure(welcome.settings.get("log_level", "info"), welcome.settings.get("log_format", "text"))
+    try:
+        FrontServer(assemble_front(welcome, channel)).run(list(listeners))
+    except ConfigError as error:
+        log.error("a front cannot start: %s", error)
+        return 1
+    finally:
+        written.flush()
+    return 0
+
+
+def run_as_program() -> None:
+    """Runs a front with the arguments of the command line."""
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,586 @@
+"""The leader's end of its connections to fronts.
+
+What must hold: whatever becomes of a front, all that it held is answered for: its demands leave the line, its legs are
+over, and its leases go to the reaper, unless they came back before. A violation would be seen as a place in line that
+nobody waits at, an instance that never becomes idle, or pages that are held while no front has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any
+
+from pdproxy.admission.account import Lease
+from pdproxy.admission.admission import Admission
+from pdproxy.admission.custody import Custody, Evidence, Way
+from pdproxy.admission.grant import Grant
+from pdproxy.admission.line import Demand
+from pdproxy.engines.adapter import Call, ReleaseCall
+from pdproxy.engines.traits import EngineTraits
+from pdproxy.errors import NeverFits, NotReady, ProxyError, QueueFull, QueueTimeout
+from pdproxy.fleet.instance import Health, Instance
+from pdproxy.fleet.page_count import Shape
+from pdproxy.fleet.pool import Pool
+from pdproxy.fleet.routing.candidate import NO_HINTS, RoutingHints
+from pdproxy.fleet.token_counts import TokenCounts
+from pdproxy.fronts import messages
+from pdproxy.fronts.channel import Handlers
+from pdproxy.orchestrator.reaper import Reaper
+
+log = logging.getLogger(__name__)
+
+_ORPHANED, _RESERVED, _FILLING, _READY, _RETURNED = (
+    Custody.ORPHANED,
+    Custody.RESERVED,
+    Custody.FILLING,
+    Custody.READY,
+    Custody.RETURNED,
+)
+_STEPS: Mapping[Custody, tuple[Custody, ...]] = {_RESERVED: (), _FILLING: (_FILLING,), _READY: (_FILLING, _READY)}
+"""The steps, from ``RESERVED`` on, that lead to each state of custody."""
+
+ERRORS: Mapping[str, type[ProxyError]] = {kind.__name__: kind for kind in (NotReady, QueueFull, QueueTimeout)}
+"""The errors with which a demand is refused, by name. `NeverFits` has numbers of its own."""
+
+Send = Callable[[Any], None]
+
+
+def refusal(attempt: str, error: ProxyError) -> messages.Refused:
+    """Returns the message for an error of the kernel's."""
+    if isinstance(error, NeverFits):
+        return messages.Refused(attempt, "NeverFits", error.message, None, error.pages, error.capacity)
+    kind = type(error).__name__
+    return messages.Refused(attempt, kind if kind in ERRORS else "NotReady", error.message, error.retry_after_s)
+
+
+def refused_by(message: messages.Refused) -> ProxyError:
+    """Returns the error that the message stands for."""
+    if message.kind == "NeverFits":
+        return NeverFits(message.pages, message.capacity)
+    return ERRORS.get(message.kind, NotReady)(message.message, retry_after_s=message.retry_after_s)
+
+
+class FrontAttempt:
+    """`FrontAttempt` is one attempt of a front: what it waits for, or what it holds. Implements `reaper.Orphan`.
+
+    Mutable state: its grant, once there is one; to which of its two places it is still bound; the errand that frees its
+    pages whatever its front has done; how they become free, once it was abandoned.
+    """
+
+    __slots__ = ("_on_settled", "_way", "bound", "demand", "expectation", "grant", "guard", "id")
+
+    def __init__(self, demand: Demand, on_settled: Callable[[FrontAttempt], None]) -> None:
+        self.id = demand.attempt
+        self.demand = demand
+        self.grant: Grant | None = None
+        self.bound: set[bool] = set()
+        """The places that the attempt is bound to: True stands for the owner, False for its peer."""
+        self.guard: ReleaseCall | None = None
+        self.expectation = None
+        self._way: Way | None = None
+        self._on_settled = on_settled
+
+    @property
+    def lease(self) -> Lease:
+        """Returns the lease. Raises `RuntimeError` where nothing is held."""
+        if self.grant is None or not self.grant.leases:
+            raise RuntimeError(f"attempt {self.id} has no pages")
+        lease: Lease = self.grant.leases[0]
+        return lease
+
+    @property
+    def has_lease(self) -> bool:
+        return self.grant is not None and bool(self.grant.leases)
+
+    @property
+    def traits(self) -> EngineTraits:
+        assert self.grant is not None
+        owner: Instance = self.grant.owner
+        return owner.adapter.traits
+
+    @property
+    def is_over(self) -> bool:
+        """Tells whether nothing is left that this attempt holds."""
+        return not self.bound and not (self.has_lease and not self.lease.is_returned)
+
+    def instance(self, role: str) -> Instance:
+        """Returns the one of its two instances that plays this role."""
+        assert self.grant is not None
+        owner: Instance = self.grant.owner
+        peer: Instance = self.grant.peer
+        return owner if owner.role == role else peer
+
+    def goes(self, way: Way) -> None:
+        """Notes how the pages become free."""
+        self._way = way
+
+    def way(self) -> Way:
+        """Returns how the pages become free. Raises `RuntimeError` where that was not noted."""
+        if self._way is None:
+            raise RuntimeError(f"attempt {self.id} was not abandoned")
+        return self._way
+
+    def orphan_facts(self, now: float) -> dict[str, Any]:
+        lease = self.lease
+        return {
+            "orphan": True,
+            "attempt": self.id,
+            "model": self.demand.model,
+            "owner": lease.account.place.name,
+            "pages": lease.pages,
+            "orphaned_s": round(max(0.0, now - lease.since), 3),
+            "awaits": lease.awaits,
+        }
+
+    def settled(self) -> None:
+        self._on_settled(self)
+
+    def __repr__(self) -> str:
+        return f"<FrontAttempt {self.id}>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    instance: Instance
+    era: int
+
+
+class Session:
+    """`Session` is one front, as the leader knows it. `send` reaches it.
+
+    Mutable state: its attempts by id; its legs under way, by place and number; the prompt tokens that wait for their
+    prefill, by instance; what it was told last of each instance.
+    """
+
+    def __init__(self, hub: Hub, send: Send) -> None:
+        self._hub = hub
+        self._send = send
+        self._attempts: dict[str, FrontAttempt] = {}
+        self._legs: dict[tuple[int, int], _Leg] = {}
+        self._queued: dict[Instance, int] = {}
+        self._told: dict[int, tuple[Any, Any, Any]] = {}
+
+    @property
+    def handlers(self) -> Handlers:
+        """The functions that take what the front says."""
+        return {
+            messages.Ask: self.ask,
+            messages.Cancel: self.cancel,
+            messages.Resize: self.resize,
+            messages.Sent: self.sent,
+            messages.Shrink: self.shrink,
+            messages.Free: self.free,
+            messages.Abandon: self.abandon,
+            messages.Hurry: self.hurry,
+            messages.Unbound: self.unbound,
+            messages.LegStarted: self.leg_started,
+            messages.LegFinished: self.leg_finished,
+            messages.Queued: self.queued,
+            messages.Suspect: self.suspect,
+            messages.Blame: self.blame,
+            messages.Wanted: self.wanted,
+        }
+
+    # ── what it is told ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def tell(self, place: int, instance: Instance) -> None:
+        """Tells of an instance what the front does not know yet."""
+        facts, state, report = self._told.get(place, (None, None, None))
+        if place not in self._told:
+            self._send(messages.Joined(place, instance.settings.model_dump_json(exclude_unset=True)))
+        if instance.facts is not None and instance.facts is not facts:
+            self._send(messages.Facts(place, instance.facts, self._hub.number_of(instance.shape)))
+        now = self._hub.state_of(place, instance)
+        if state is None or now[1] != state or instance.health is Health.DOWN:
+            self._send(now[0])
+        seen = self._hub.counts.report_of(instance)
+        if seen is not None and seen is not report:
+            self._send(messages.Tokenizer(place, seen))
+        self._told[place] = (instance.facts, now[1], seen)
+
+    def left(self, place: int) -> None:
+        """Tells that an instance has left the fleet."""
+        if place in self._told:
+            self._send(messages.Left(place))
+
+    def forget(self, place: int) -> None:
+        """Notes that an instance has been let go."""
+        self._told.pop(place, None)
+
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def ask(self, message: messages.Ask) -> None:
+        """Puts an attempt in line, or grants it its turn at once."""
+        hub, now = self._hub, self._hub.admission.now()
+        sizes, numbers = dict(message.sizes), hub.numbers
+        hints = NO_HINTS
+        if message.session is not None or message.key is not None:
+            hints = RoutingHints(session=message.session, key=message.key)
+        demand = Demand(
+            message.attempt,
+            message.model,
+            lambda shape: _pages(sizes, numbers, shape),
+            age=now - message.waited_s,
+            deadline=inf if message.left_s is None else now + message.left_s,
+            priority=message.priority,
+            avoid=frozenset(message.avoid),
+            tied_until=-inf if message.tied_s is None else now + message.tied_s,
+            is_again=message.is_again,
+            hints=hints,
+        )
+        attempt = self._attempts[message.attempt] = FrontAttempt(demand, self._settled)
+        try:
+            grant = hub.admission.ask(demand, lambda grant, error: self._answer(attempt, grant, error))
+        except ProxyError as error:
+            self._answer(attempt, None, error)
+            return
+        if grant is not None:
+            self._answer(attempt, grant, None)
+        else:
+            hub.sizes[demand] = sizes
+            hub.pool.wanted.note(message.model)
+
+    def _answer(self, attempt: FrontAttempt, grant: Grant | None, error: ProxyError | None) -> None:
+        hub = self._hub
+        hub.sizes.pop(attempt.demand, None)
+        if grant is None:
+            assert error is not None
+            del self._attempts[attempt.id]
+            self._send(refusal(attempt.id, error))
+            return
+        attempt.grant = grant
+        attempt.bound = {True, False}
+        hub.tell_news()  # so that the front knows the two as the kernel did
+        pages = grant.leases[0].pages if grant.leases else 0
+        self._send(messages.Granted(attempt.id, hub.place_of(grant.owner), hub.place_of(grant.peer), pages))
+
+    def cancel(self, message: messages.Cancel) -> None:
+        """Takes an attempt out of the line. One that was granted meanwhile comes back from the front."""
+        attempt = self._attempts.get(message.attempt)
+        if attempt is not None and attempt.grant is None:
+            self._hub.sizes.pop(attempt.demand, None)
+            del self._attempts[attempt.id]
+            self._hub.admission.leave(attempt.demand)
+
+    def resize(self, message: messages.Resize) -> None:
+        """Notes the pages that a waiting attempt takes at further shapes."""
+        attempt = self._attempts.get(message.attempt)
+        if attempt is not None and (sizes := self._hub.sizes.get(attempt.demand)) is not None:
+            sizes |= message.sizes
+            self._hub.admission.resize(attempt.demand)
+
+    # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def sent(self, message: messages.Sent) -> None:
+        """Notes that an attempt's pages may be filled from now on."""
+        attempt = self._attempts.get(message.attempt)
+        if attempt is None or not attempt.has_lease:
+            return
+        if message.guard is not None:
+            attempt.guard = _release_call(message.guard)
+        if attempt.lease.custody is _RESERVED:
+            attempt.lease.step(_FILLING)
+
+    def shrink(self, message: messages.Shrink) -> None:
+        """Notes that an attempt takes fewer pages than were granted."""
+        attempt = self._attempts.get(message.attempt)
+        if attempt is not None and attempt.has_lease:
+            self._hub.admission.shrink(attempt.lease, max(0, message.pages))
+
+    def free(self, message: messages.Free) -> None:
+        """Frees an attempt's pages by what the front has seen."""
+        attempt = self._attempts.get(message.attempt)
+        if attempt is None or not attempt.has_lease:
+            return
+        lease = attempt.lease
+        if lease.is_returned:
+            return
+        _advance(lease, Custody(message.custody))
+        self._hub.admission.free(lease, Evidence(message.evidence))
+        self._forget_if_over(attempt)
+
+    def abandon(self, message: messages.Abandon) -> None:
+        """Hands an attempt's pages to the reaper."""
+        attempt = self._attempts.get(message.attempt)
+        if attempt is None or not attempt.has_lease or attempt.lease.is_returned:
+            return
+        errand = None if message.errand is None else _release_call(message.errand)
+        way = Way(
+            errand=errand,
+            target=None if errand is None else attempt.instance(errand.role),
+            not_before_s=message.not_before_s,
+            over_after_s=message.over_after_s,
+            settles_after_s=message.settles_after_s,
+            is_closing=message.is_closing,
+        )
+        self._abandon(attempt, Custody(message.custody), way)
+
+    def _abandon(self, attempt: FrontAttempt, custody: Custody, way: Way) -> None:
+        _advance(attempt.lease, custody)
+        attempt.goes(way)
+        self._hub.reaper.adopt(attempt)
+
+    def hurry(self, message: messages.Hurry) -> None:
+        """Lets an abandoned attempt's errand begin at once."""
+        attempt = self._attempts.get(message.attempt)
+        if attempt is not None and attempt.has_lease and attempt.lease.custody is _ORPHANED:
+            self._hub.admission.hurry(attempt.lease)
+
+    def _settled(self, attempt: FrontAttempt) -> None:
+        """Tells the front that the pages of an abandoned attempt have come back."""
+        evidence = attempt.lease.freed_by or Evidence.LEASE_OVER
+        if attempt.id in self._attempts:
+            self._send(messages.Settled(attempt.id, evidence))
+            self._forget_if_over(attempt)
+
+    def unbound(self, message: messages.Unbound) -> None:
+        """Notes that an attempt has no use any more for one of its places."""
+        attempt = self._attempts.get(message.attempt)
+        if attempt is not None and attempt.grant is not None and message.is_owner in attempt.bound:
+            self._unbind(attempt, message.is_owner)
+            self._forget_if_over(attempt)
+
+    def _unbind(self, attempt: FrontAttempt, is_owner: bool) -> None:
+        assert attempt.grant is not None
+        attempt.bound.discard(is_owner)
+        place = attempt.grant.owner if is_owner else attempt.grant.peer
+        place.unbound(attempt.id)
+
+    def _forget_if_over(self, attempt: FrontAttempt) -> None:
+        if attempt.is_over:
+            self._attempts.pop(attempt.id, None)
+
+    # ── legs ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def leg_started(self, message: messages.LegStarted) -> None:
+        """Notes a leg that begins."""
+        if (instance := self._hub.at(message.place)) is not None:
+            era = instance.leg_started(message.attempt)
+            self._legs[message.place, message.leg] = _Leg(instance, era)
+
+    def leg_finished(self, message: messages.LegFinished) -> None:
+        """Notes how a leg has ended."""
+        if (leg := self._legs.pop((message.place, message.leg), None)) is not None:
+            leg.instance.leg_finished(leg.era, message.outcome)
+
+    def queued(self, message: messages.Queued) -> None:
+        """Notes prompt tokens that wait for their prefill, or do so no longer."""
+        if (instance := self._hub.at(message.place)) is not None:
+            instance.queue(message.num_tokens)
+            self._queued[instance] = self._queued.get(instance, 0) + message.num_tokens
+            if not self._queued[instance]:
+                del self._queued[instance]
+
+    def suspect(self, message: messages.Suspect) -> None:
+        """Has an instance looked at, with or without a fault that speaks against it."""
+        instance = self._hub.at(message.place)
+        if instance is None or instance.epoch != message.epoch:
+            return  # the process of which that is said has ended
+        if message.why is None:
+            instance.look_soon()
+        else:
+            instance.suspect(message.why, is_lost=message.is_lost)
+
+    def blame(self, message: messages.Blame) -> None:
+        """Notes a fault of an instance that showed at its peer."""
+        if (instance := self._hub.at(message.place)) is not None:
+            instance.blame(message.epoch, message.era, message.attempt, message.why)
+
+    def wanted(self, message: messages.Wanted) -> None:
+        """Notes that a request found too few instances of a model."""
+        self._hub.pool.wanted.note(message.model)
+
+    # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self._attempts)
+
+    def close(self) -> None:
+        """Answers for all that the front has left behind. Its connections to engines are closed."""
+        for leg in self._legs.values():
+            leg.instance.leg_finished(leg.era, "closed")
+        self._legs.clear()
+        for instance, num_tokens in self._queued.items():
+            instance.queue(-num_tokens)
+        self._queued.clear()
+        attempts, self._attempts = list(self._attempts.values()), {}
+        for attempt in attempts:
+            if attempt.grant is None:
+                self._hub.sizes.pop(attempt.demand, None)
+                self._hub.admission.leave(attempt.demand)
+                continue
+            if attempt.has_lease and attempt.lease.custody not in (_ORPHANED, _RETURNED):
+                self._abandon(attempt, _FILLING, _last_way(attempt))
+            for is_owner in list(attempt.bound):
+                self._unbind(attempt, is_owner)
+
+
+class Hub:
+    """`Hub` serves fronts: it asks the admission for them, and tells them of the fleet.
+
+    Mutable state: the fronts; the places, and the instances there; the numbers of shapes; the instances of which
+    there is news; the sizes of demands in line, to which fronts add.
+    """
+
+    def __init__(self, pool: Pool, admission: Admission, reaper: Reaper, counts: TokenCounts) -> None:
+        self.pool = pool
+        self.admission = admission
+        self.reaper = reaper
+        self.counts = counts
+        self.numbers: dict[Any, int] = {}
+        self.sizes: dict[Demand, dict[int, int | None]] = {}
+        self._sessions: dict[Session, None] = {}
+        self._instances: dict[int, Instance] = {}
+        self._places: dict[Instance, int] = {}
+        self._next_place = itertools.count(1)
+        self._next_shape = itertools.count(1)
+        self._news: dict[Instance, None] = {}
+        self._has_left: set[int] = set()
+        self._is_due = False
+
+    def open(self, send: Send) -> Session:
+        """Returns a session for a front, which is told all there is to know."""
+        session = Session(self, send)
+        self.follow()
+        self._sessions[session] = None
+        for place, instance in self._instances.items():
+            session.tell(place, instance)
+            if place in self._has_left:
+                session.left(place)
+        return session
+
+    def close(self, session: Session) -> None:
+        """Ends a front's session. Idempotent."""
+        if session in self._sessions:
+            del self._sessions[session]
+            session.close()
+
+    # ── the fleet ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def follow(self) -> None:
+        """Takes note of instances that came, went, or were let go."""
+        present = {*self.pool.instances, *self.pool.leaving}
+        for gone in [one for one in self._places if one not in present]:
+            place = self._places.pop(gone)
+            del self._instances[place]
+            self._has_left.discard(place)
+            self._news.pop(gone, None)
+            gone.on_news = lambda: None
+            for session in self._sessions:
+                session.forget(place)
+        for instance in self.pool.instances:
+            if instance not in self._places:
+                place = self._places[instance] = next(self._next_place)
+                self._instances[place] = instance
+                instance.on_news = partial(self._note, instance)
+                self._note(instance)
+        for instance in self.pool.leaving:
+            place = self._places.get(instance, 0)
+            if place and place not in self._has_left:
+                self._has_left.add(place)
+                for session in self._sessions:
+                    session.left(place)
+
+    def _note(self, instance: Instance) -> None:
+        self._news[instance] = None
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self.tell_news)
+
+    def tell_news(self) -> None:
+        """Tells all fronts what is new of the fleet."""
+        self._is_due = False
+        if not self._news:
+            return
+        news, self._news = self._news, {}
+        for instance in news:
+            place = self._places.get(instance)
+            if place is not None:
+                for session in self._sessions:
+                    session.tell(place, instance)
+
+    def at(self, place: int) -> Instance | None:
+        """Returns the instance at a place; None where it was let go."""
+        return self._instances.get(place)
+
+    def place_of(self, instance: Instance) -> int:
+        """Returns the number of an instance's place."""
+        return self._places[instance]
+
+    def number_of(self, shape: Any) -> int:
+        """Returns the number of an owner's shape; 0 stands for none."""
+        if shape is None:
+            return 0
+        if shape not in self.numbers:
+            self.numbers[shape] = next(self._next_shape)
+        return self.numbers[shape]
+
+    def state_of(self, place: int, instance: Instance) -> tuple[messages.State, tuple[Any, ...]]:
+        """Returns how an instance is judged, and what of it is new when it differs from before."""
+        era, breaker, opened_s, num_probes, probes_s = instance.breaker.told()
+        judged = (
+            instance.health,
+            instance.why,
+            instance.is_up,
+            instance.is_draining,
+            instance.is_doubted,
+            instance.is_suspected,
+            era,
+            breaker,
+        )
+        health, why, is_up, is_draining, is_doubted, is_suspected, _, _ = judged
+        state = messages.State(
+            place,
+            health,
+            why,
+            is_up,
+            is_draining,
+            is_doubted,
+            is_suspected,
+            era,
+            breaker,
+            opened_s,
+            num_probes,
+            probes_s,
+        )
+        return state, (*judged, num_probes)
+
+
+def _pages(sizes: Mapping[int, int | None], numbers: Mapping[Any, int], shape: Shape) -> int | None:
+    """Returns the pages that an attempt takes at a shape. One that its front has not heard of yet when it asked would
+    be taken as a whole, until the front has told more."""
+    number = numbers.get(shape, 0)
+    return sizes[number] if number in sizes else max(1, shape.facts.num_pages)
+
+
+def _advance(lease: Lease, custody: Custody) -> None:
+    """Takes the steps that the front took and did not tell by themselves."""
+    if lease.custody in _STEPS:
+        for step in _STEPS.get(custody, ())[len(_STEPS[lease.custody]) :]:
+            lease.step(step)
+
+
+def _last_way(attempt: FrontAttempt) -> Way:
+    """Returns how the pages of an attempt become free whose front has gone. Nobody knows how far its legs had come."""
+    lease_s = attempt.traits.lease_s
+    guard = attempt.guard
+    if guard is None:
+        return Way(over_after_s=lease_s)
+    target = attempt.instance(guard.role)
+    return Way(errand=guard, target=target, over_after_s=lease_s, settles_after_s=attempt.traits.closing_s)
+
+
+def _release_call(errand: messages.Errand) -> ReleaseCall:
+    return ReleaseCall(
+        "prefill" if errand.role == "prefill" else "decode",
+        Call(errand.path, errand.body),
+        errand.timeout_s,
+        headers=errand.headers,
+    )

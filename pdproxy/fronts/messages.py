@@ -1,0 +1,322 @@
+"""The messages between a front and the leader.
+
+An attempt is known by its id, which nobody else has. An instance is known by a number, its *place*, which the leader
+gives out and never gives out again. Times are in seconds from now, because clocks differ. Each direction is in order:
+what a grant relies on was told before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdproxy.engines.info import EngineInfo
+from pdproxy.fleet.token_counts import TokenizerReport
+from pdproxy.telemetry.figures import Figures
+
+PROTOCOL = 1
+"""The number of this set of messages. Both ends must have the same."""
+
+
+class _Message(msgspec.Struct, array_like=True):
+    """A message is an array whose first element tells its class."""
+
+
+# ── from a front ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Hello(_Message, tag=0):
+    """The first message of a front: who it is."""
+
+    protocol: int
+    pid: int
+
+
+class Ask(_Message, tag=1):
+    """An attempt asks for its turn."""
+
+    attempt: str
+    model: str | None
+    sizes: dict[int, int | None]
+    """The pages that it takes, by the number of an owner's shape; None where such an owner cannot serve it."""
+    waited_s: float
+    """The seconds since its request came."""
+    left_s: float | None
+    """The seconds until it gives up; None where it never does."""
+    priority: int
+    avoid: tuple[str, ...]
+    tied_s: float | None
+    """The seconds for which it takes only the instance that it is tied to; None where it is not tied."""
+    is_again: bool
+    session: str | None
+    key: bytes | None
+    """The beginning of its prompt, in the form that routing goes by; None where routing does not."""
+
+
+class Cancel(_Message, tag=2):
+    """Nobody waits any more with an attempt that has asked. A grant that is on its way comes back unused."""
+
+    attempt: str
+
+
+class Resize(_Message, tag=3):
+    """An attempt that has asked tells its pages at shapes that it has heard of since."""
+
+    attempt: str
+    sizes: dict[int, int | None]
+
+
+class Errand(_Message, tag=4):
+    """A call that makes an attempt's pages free, to one of its two instances. See `engines.adapter.ReleaseCall`."""
+
+    role: str
+    path: str
+    body: bytes
+    headers: dict[str, str]
+    timeout_s: float | None
+
+
+class Sent(_Message, tag=5):
+    """The attempt's prefill leg is about to be sent. `guard` frees its pages should the front end before it does."""
+
+    attempt: str
+    guard: Errand | None
+
+
+class Shrink(_Message, tag=6):
+    attempt: str
+    pages: int
+
+
+class Free(_Message, tag=7):
+    """The attempt's pages are free. They were in the state `custody`, and `evidence` proves it."""
+
+    attempt: str
+    custody: str
+    evidence: str
+
+
+class Abandon(_Message, tag=8):
+    """The request is over, and its pages are not known to be free. See `admission.custody.Way`."""
+
+    attempt: str
+    custody: str
+    errand: Errand | None
+    not_before_s: float
+    over_after_s: float
+    settles_after_s: float
+    is_closing: bool
+
+
+class Hurry(_Message, tag=9):
+    """The errand of an abandoned attempt may begin: the event that it waited for has come."""
+
+    attempt: str
+
+
+class Unbound(_Message, tag=10):
+    """The attempt has no use any more for one of its two instances."""
+
+    attempt: str
+    is_owner: bool
+
+
+class LegStarted(_Message, tag=11):
+    leg: int
+    place: int
+    attempt: str
+
+
+class LegFinished(_Message, tag=12):
+    leg: int
+    place: int
+    outcome: str
+
+
+class Queued(_Message, tag=13):
+    """The prompt tokens that wait for their prefill at a place are so many more, or fewer where the number is
+    negative."""
+
+    place: int
+    num_tokens: int
+
+
+class Suspect(_Message, tag=14):
+    """A leg met a fault at the process `epoch`, or a look is wanted (`why` None)."""
+
+    place: int
+    epoch: str | None
+    why: str | None
+    is_lost: bool
+
+
+class Blame(_Message, tag=15):
+    place: int
+    epoch: str | None
+    era: int
+    attempt: str
+    why: str
+
+
+class Wanted(_Message, tag=16):
+    """A request for this model found too few instances."""
+
+    model: str | None
+
+
+class Report(_Message, tag=17):
+    """The answer to `ReportNow`, and a sign of life."""
+
+    number: int
+    figures: Figures
+
+
+class Serving(_Message, tag=19):
+    """The front takes clients from now on."""
+
+
+# ── from the leader ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Welcome(_Message, tag=32):
+    """The first message of the leader. `settings` are those of the command line, the environment and the file."""
+
+    protocol: int
+    settings: dict[str, Any]
+    num_fronts: int
+    operators: str
+    """The path of the Unix socket at which the leader answers what fronts do not."""
+    signals: str | None
+    """The address at which the leader takes KV signals for all; None where each front has one of its own."""
+
+
+class Joined(_Message, tag=33):
+    """An instance has joined the fleet."""
+
+    place: int
+    settings: str
+    """The instance's settings in JSON, as `config.instances.InstanceSettings` writes them."""
+
+
+class Facts(_Message, tag=34):
+    """The facts that the process at a place has told of itself. Owners whose `shape` is equal take equal pages."""
+
+    place: int
+    facts: EngineInfo
+    shape: int
+
+
+class State(_Message, tag=35):
+    """The leader's judgement of a place."""
+
+    place: int
+    health: str
+    why: str
+    is_up: bool
+    is_draining: bool
+    is_doubted: bool
+    is_suspected: bool
+    era: int
+    breaker: str
+    opened_s: float
+    """The seconds since the breaker opened."""
+    num_probes: int
+    probes_s: float
+
+
+class Left(_Message, tag=36):
+    """An instance has left the fleet. What is under way there goes on."""
+
+    place: int
+
+
+class Granted(_Message, tag=37):
+    """The attempt goes to these two places, and holds so many of the owner's pages."""
+
+    attempt: str
+    owner: int
+    peer: int
+    pages: int
+
+
+class Refused(_Message, tag=38):
+    """The attempt gets no turn. `kind` is the error's class."""
+
+    attempt: str
+    kind: str
+    message: str
+    retry_after_s: float | None
+    pages: int = 0
+    capacity: int = 0
+
+
+class Settled(_Message, tag=39):
+    """The pages of an abandoned attempt have come back, by this evidence."""
+
+    attempt: str
+    evidence: str
+
+
+class Signal(_Message, tag=40):
+    """A KV signal that came to the leader's address and is for some front."""
+
+    frame: bytes
+
+
+class ReportNow(_Message, tag=42):
+    """Asks a front for its figures. Numbers grow."""
+
+    number: int
+
+
+class Leave(_Message, tag=43):
+    """Clients are to go elsewhere: new requests are still served."""
+
+
+class Retire(_Message, tag=45):
+    """Another front has taken this one's place: it takes no more clients, and ends when those it has have gone."""
+
+
+class Tokenizer(_Message, tag=44):
+    """The report on the tokenizer of the process at a place."""
+
+    place: int
+    report: TokenizerReport
+
+
+FromFront = (
+    Hello
+    | Ask
+    | Cancel
+    | Resize
+    | Sent
+    | Shrink
+    | Free
+    | Abandon
+    | Hurry
+    | Unbound
+    | LegStarted
+    | LegFinished
+    | Queued
+    | Suspect
+    | Blame
+    | Wanted
+    | Report
+    | Serving
+)
+FromLeader = (
+    Welcome
+    | Joined
+    | Facts
+    | State
+    | Left
+    | Granted
+    | Refused
+    | Settled
+    | Signal
+    | ReportNow
+    | Leave
+    | Retire
+    | Tokenizer
+)

@@ -1,0 +1,181 @@
+"""The fleet as a front knows it: the leader's judgement of each instance, and a way to tell the leader what legs met.
+
+What must hold: a front sends nothing to an instance that the leader has taken out, judged down or is draining, from the
+moment in which it hears of that; and everything that speaks for or against an instance reaches the leader. A violation
+would be seen as attempts at an instance that is down, or as a breaker that does not open.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.engines.info import EngineInfo
+from pdproxy.fleet.breaker import BreakerState
+from pdproxy.fleet.instance import Health, Instance
+from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.page_count import Shape
+from pdproxy.fleet.pool import Pool
+from pdproxy.fleet.token_counts import TokenCounts
+from pdproxy.fronts import messages
+from pdproxy.fronts.front_admission import FrontAdmission, Send
+
+log = logging.getLogger(__name__)
+
+MakeMirrored = Callable[[InstanceSettings, int], "MirroredInstance"]
+"""A function that makes an instance for a place."""
+
+
+class MirroredInstance(Instance):
+    """`MirroredInstance` is an instance that the leader judges. What its legs meet is told to the leader with `send`.
+
+    Mutable state, besides that of `Instance`: the number of the last leg.
+    """
+
+    number: int
+    """The instance's place."""
+
+    def mirrored_by(self, number: int, send: Send, front: FrontAdmission) -> None:
+        """Begins the mirroring of the place `number`. To be called once, before anything else."""
+        self.number = number
+        self._send = send
+        self._front = front
+        self._legs = itertools.count(1)
+
+    # ── what the leader says ────────────────────────────────────────────────────────────────────────────────────────
+
+    def told_facts(self, facts: EngineInfo, shape: Shape) -> None:
+        """Takes what the process there has said of itself. Another process than before proves that the one before has
+        ended, with all that it held."""
+        is_new, serves_others = self.epoch != facts.epoch, self.models != facts.models
+        if is_new and self.epoch is not None:
+            self._on_ended(self.epoch, f"{self.name}: it was restarted")
+            self.exchanges.forget()
+        self.facts = facts
+        self.admission.serve(self, facts.models)
+        assert facts.epoch is not None
+        self.admission.heard(
+            self,
+            facts.epoch,
+            shape=shape,
+            capacity=facts.num_pages if self.is_owner else 0,
+            occupied=None,
+            asked_at=float("-inf"),
+        )
+        if serves_others:
+            self._changed()
+
+    def told_state(self, state: messages.State) -> None:
+        """Takes the leader's judgement."""
+        self.is_draining = state.is_draining
+        self._is_told_doubted, self._is_doubtful = state.is_doubted, state.is_suspected
+        self.is_up = state.is_up
+        self.breaker.mirror(state.era, BreakerState(state.breaker), state.opened_s, state.num_probes, state.probes_s)
+        self.why = state.why
+        self.health = Health(state.health)
+        self._changed()
+        if self.health is Health.DOWN:
+            for reliance in list(self.reliances):
+                reliance.doubt()
+
+    _is_told_doubted: bool = False
+
+    @property
+    def is_doubted(self) -> bool:
+        return self._is_told_doubted
+
+    # ── what the leader is told ─────────────────────────────────────────────────────────────────────────────────────
+
+    def unbound(self, attempt: str) -> None:
+        super().unbound(attempt)
+        self._send(messages.Unbound(attempt, self.is_owner))
+        if self.is_owner:
+            self._front.forget(attempt)
+
+    def leg_started(self, attempt: str = "") -> int:
+        self.num_legs += 1
+        leg = next(self._legs)
+        self._send(messages.LegStarted(leg, self.number, attempt))
+        return leg
+
+    def leg_finished(self, era: int, outcome: str) -> None:
+        """Notes the end of a leg; `era` is what `leg_started` returned."""
+        self.num_legs -= 1
+        self._send(messages.LegFinished(era, self.number, outcome))
+
+    def queue(self, num_tokens: int) -> None:
+        self.queued_tokens += num_tokens
+        if num_tokens:
+            self._send(messages.Queued(self.number, num_tokens))
+
+    def look_soon(self) -> None:
+        self._send(messages.Suspect(self.number, self.epoch, None, False))
+
+    def suspect(self, why: str, *, is_lost: bool) -> None:
+        self._is_doubtful = True
+        self._send(messages.Suspect(self.number, self.epoch, why, is_lost))
+
+    def blame(self, epoch: str | None, era: int, attempt: str, why: str) -> None:
+        if self.epoch == epoch:
+            self._send(messages.Blame(self.number, epoch, era, attempt, why))
+
+    def status(self) -> dict[str, Any]:
+        return {**super().status(), "place": self.number}
+
+
+class Mirror:
+    """`Mirror` keeps a front's `pool` as the leader's is.
+
+    Mutable state: the instances by their places; the shapes by their numbers, which several instances share.
+    """
+
+    def __init__(
+        self, pool: Pool, admission: FrontAdmission, counts: TokenCounts, make: MakeMirrored, membership: Membership
+    ) -> None:
+        self._pool = pool
+        self._admission = admission
+        self._counts = counts
+        self._make = make
+        self._membership = membership
+        self._places: dict[int, MirroredInstance] = {}
+        self._shapes: dict[int, Shape] = {}
+
+    def joined(self, message: messages.Joined) -> None:
+        """Takes in an instance."""
+        instance = self._make(InstanceSettings.model_validate_json(message.settings), message.place)
+        self._places[message.place] = instance
+        self._pool.add(instance)
+
+    def left(self, message: messages.Left) -> None:
+        """Takes out an instance. What is under way there goes on, and the leader goes on to judge it."""
+        present = {*self._pool.instances, *self._pool.leaving}
+        self._places = {place: one for place, one in self._places.items() if one in present}
+        self._membership.retire(self._places[message.place].name)
+
+    def facts(self, message: messages.Facts) -> None:
+        """Takes what an engine has said."""
+        instance = self._places.get(message.place)
+        if instance is None:
+            return
+        shape = self._shapes.get(message.shape)
+        if shape is None:
+            shape = self._shapes[message.shape] = Shape(message.facts, instance.adapter)
+        instance.told_facts(message.facts, shape)
+        if instance.is_owner:
+            self._admission.learned(message.shape, shape)
+
+    def state(self, message: messages.State) -> None:
+        """Takes how the leader judges an instance."""
+        if (instance := self._places.get(message.place)) is not None:
+            instance.told_state(message)
+
+    def tokenizer(self, message: messages.Tokenizer) -> None:
+        """Takes what was seen of an engine's tokenizer."""
+        self._counts.report(self._places[message.place], message.report)
+
+    def granted(self, message: messages.Granted) -> None:
+        """Takes a grant."""
+        self._admission.granted(message.attempt, self._places[message.owner], self._places[message.peer], message.pages)
