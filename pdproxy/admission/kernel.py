@@ -177,6 +177,8 @@ class Kernel:
             demand.forget_sizes()
             line.add(demand)
             self._consider_all(demand.model)
+            if demand in self._exhausted:
+                self._save_up()
             self._refuse_hopeless()
             self._pump(now)
 

@@ -581,6 +581,7 @@ class Instance(Place):
             self._changed()
 
     def _changed(self) -> None:
+        self.on_news()  # which must be known where somebody is bound because of it
         self._refresh()
         self.on_change()
         self.on_news()

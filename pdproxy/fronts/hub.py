@@ -193,6 +193,8 @@ class Session:
         """Tells of an instance what the front does not know yet."""
         facts, state, report = self._told.get(place, (None, None, None))
         if place not in self._told:
+            if self._hub.has_left(place):
+                return  # before this front had heard of it
             self._send(messages.Joined(place, instance.settings.model_dump_json(exclude_unset=True)))
         if instance.facts is not None and instance.facts is not facts:
             self._send(messages.Facts(place, instance.facts, self._hub.number_of(instance.shape)))
@@ -218,14 +220,14 @@ class Session:
     def ask(self, message: messages.Ask) -> None:
         """Puts an attempt in line, or grants it its turn at once."""
         hub, now = self._hub, self._hub.admission.now()
-        sizes, numbers = dict(message.sizes), hub.numbers
+        sizes = dict(message.sizes)
         hints = NO_HINTS
         if message.session is not None or message.key is not None:
             hints = RoutingHints(session=message.session, key=message.key)
         demand = Demand(
             message.attempt,
             message.model,
-            lambda shape: _pages(sizes, numbers, shape),
+            lambda shape: _pages(sizes, hub.numbers, shape),
             age=now - message.waited_s,
             deadline=inf if message.left_s is None else now + message.left_s,
             priority=message.priority,
@@ -410,11 +412,16 @@ class Session:
         for instance, num_tokens in self._queued.items():
             instance.queue(-num_tokens)
         self._queued.clear()
-        attempts, self._attempts = list(self._attempts.values()), {}
+        attempts = list(self._attempts.values())
+        waiting = [attempt for attempt in attempts if attempt.grant is None]
+        for attempt in waiting:
+            self._hub.sizes.pop(attempt.demand, None)
+            self._hub.admission.leave(attempt.demand)
+            if attempt.grant is not None:  # because another of them has left the line: its front never hears of it
+                self._hub.admission.give_back(attempt.grant)
+        self._attempts.clear()
         for attempt in attempts:
-            if attempt.grant is None:
-                self._hub.sizes.pop(attempt.demand, None)
-                self._hub.admission.leave(attempt.demand)
+            if attempt in waiting:
                 continue
             if attempt.has_lease and attempt.lease.custody not in (_ORPHANED, _RETURNED):
                 self._abandon(attempt, _FILLING, _last_way(attempt))
@@ -452,8 +459,6 @@ class Hub:
         self._sessions[session] = None
         for place, instance in self._instances.items():
             session.tell(place, instance)
-            if place in self._has_left:
-                session.left(place)
         return session
 
     def close(self, session: Session) -> None:
@@ -506,6 +511,10 @@ class Hub:
                 for session in self._sessions:
                     session.tell(place, instance)
 
+    def has_left(self, place: int) -> bool:
+        """Tells whether the instance at a place was taken out of the fleet."""
+        return place in self._has_left
+
     def at(self, place: int) -> Instance | None:
         """Returns the instance at a place; None where it was let go."""
         return self._instances.get(place)
@@ -519,6 +528,8 @@ class Hub:
         if shape is None:
             return 0
         if shape not in self.numbers:
+            alive = {one.shape for one in self._places}
+            self.numbers = {one: number for one, number in self.numbers.items() if one in alive}
             self.numbers[shape] = next(self._next_shape)
         return self.numbers[shape]
 

@@ -164,8 +164,16 @@ class Mirror:
         if shape is None:
             shape = self._shapes[message.shape] = Shape(message.facts, instance.adapter)
         instance.told_facts(message.facts, shape)
-        if instance.is_owner:
+        if instance.is_owner and self._admission.shapes.get(message.shape) is not shape:
+            self._forget_shapes()
             self._admission.learned(message.shape, shape)
+
+    def _forget_shapes(self) -> None:
+        """Forgets the shapes that no instance has any more: attempts need not be counted for them."""
+        alive = {one.shape for one in self._places.values()}
+        for shapes in (self._shapes, self._admission.shapes):
+            for number in [number for number, shape in shapes.items() if shape not in alive]:
+                del shapes[number]
 
     def state(self, message: messages.State) -> None:
         """Takes how the leader judges an instance."""
@@ -174,7 +182,8 @@ class Mirror:
 
     def tokenizer(self, message: messages.Tokenizer) -> None:
         """Takes what was seen of an engine's tokenizer."""
-        self._counts.report(self._places[message.place], message.report)
+        if (instance := self._places.get(message.place)) is not None:
+            self._counts.report(instance, message.report)
 
     def granted(self, message: messages.Granted) -> None:
         """Takes a grant."""

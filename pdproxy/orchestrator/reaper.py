@@ -117,7 +117,7 @@ class Reaper:
         self._admission.abandon(attempt.lease, way)
         if self._tasks is None:
             attempt.settled()
-            del self._orphans[attempt.lease]
+            self._orphans.pop(attempt.lease, None)
         elif isinstance(way.errand, ReleaseCall) and way.errand.or_ready:
             self._tasks.start_soon(self._hurry_when_ready, attempt)
 
