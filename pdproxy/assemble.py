@@ -308,6 +308,14 @@ def make_orchestrator(
     )
 
 
+def signal_address(settings: Settings, port: int) -> str:
+    """Returns the address that engines send KV signals to, which are taken on `port`. Raises `ConfigError` where that
+    is no address to send to."""
+    host = settings.notify_address
+    host = f"[{host}]" if ":" in host else host
+    return f"tcp://{host}:{settings.notify_port or port}"
+
+
 class Running:
     """Running starts what runs behind the app, and stops it in order. One task group owns all of it."""
 
@@ -412,8 +420,7 @@ class Signals:
         """Returns the address that engines send to; empty where none of them does."""
         if self._socket is None or self._host is None:
             return ""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"tcp://{host}:{self._settings.notify_port or self._socket.port}"
+        return signal_address(self._settings, self._socket.port)
 
     async def run(self) -> None:
         await self._opened.wait()

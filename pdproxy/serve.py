@@ -92,8 +92,8 @@ class Server(uvicorn.Server):
     that cannot be used.
 
     Mutable state, besides uvicorn's: `_loop`, once it runs; whether it has the process to itself; when it was first
-    asked to end, and when it ends by that, on the monotonic clock (infinite while nobody has asked); until when no
-    client is looked for that could be given up.
+    asked to end, and when it ends by that, on the monotonic clock (infinite while nobody has asked); until when it
+    waits for clients without a request, once it is retired; until when no client is looked for that could be given up.
     """
 
     def __init__(self, proxy: Program) -> None:
@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
         self._is_alone = False
         self._asked_at = math.inf
         self._ends_at = math.inf
-        self._is_retired = False
+        self._patient_until: float | None = None
         self._no_spare_until = 0.0
         proxy.descriptors.give_up_client = self._give_up_client
 
@@ -249,17 +249,24 @@ class Server(uvicorn.Server):
         log.info("leaving: new requests are served for %g s more, while /ready says 503", grace_s)
 
     def retire(self) -> None:
-        """Takes no more clients, and ends when those it has have gone, or after the time that requests have to finish
-        and clients to come back. Each is told with its next answer."""
+        """Takes no more clients, and ends when those it has have gone; each is told with its next answer. Requests may
+        take as long as they do. Clients without one are waited for as long as they could come back."""
         self._proxy.orchestrator.leave()
         for server in self.servers:
             server.close()
-        self._is_retired = True
-        self._ends_at = time.monotonic() + max(KEEP_ALIVE_S, self._proxy.settings.drain_timeout_s)
+        self._patient_until = time.monotonic() + KEEP_ALIVE_S
+
+    def _is_left(self, now: float) -> bool:
+        """Tells whether the server was retired and has no clients any more that matter."""
+        if self._patient_until is None:
+            return False
+        is_patient = now < self._patient_until or self._proxy.orchestrator.num_requests > 0
+        return not (is_patient and self.server_state.connections)
 
     async def on_tick(self, counter: int) -> bool:
         """Looks, ten times a second, whether it is time to shut down."""
-        if time.monotonic() >= self._ends_at or (self._is_retired and not self.server_state.connections):
+        now = time.monotonic()
+        if now >= self._ends_at or self._is_left(now):
             self.should_exit = True
         return await super().on_tick(counter)
 

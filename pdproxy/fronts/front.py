@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
+import signal
 import socket
 import struct
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from types import FrameType
 from typing import cast
 
 import msgspec
@@ -60,10 +64,6 @@ from transfer.wire import decode_signal
 log = logging.getLogger(__name__)
 
 
-LAST = 1 << 62
-"""The number of a front's last report, which nobody has asked for."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
     """Front holds a front's parts. Implements `serve.Program`."""
@@ -96,10 +96,8 @@ def assemble_front(
 ) -> Front:
     """Builds a front and starts nothing. Raises `ConfigError` where an option cannot be met. `make_client` replaces
     HTTP, for tests."""
-    settings = Settings(**welcome.settings)
-    settings = settings.model_copy(
-        update={"proxy_port": 0, "retry_min_per_s": settings.retry_min_per_s / welcome.num_fronts}
-    )
+    given = Settings(**welcome.settings)
+    settings = given.model_copy(update={"proxy_port": 0, "retry_min_per_s": given.retry_min_per_s / welcome.num_fronts})
     descriptors = DescriptorBudget()
     make_client = make_client or parts.http_client(settings, descriptors)
     board = KvBoard()
@@ -158,7 +156,7 @@ def assemble_front(
         retries=retries,
         observer=observer,
         descriptors=descriptors,
-        notify=signals.address if welcome.signals is None else lambda: welcome.signals or "",
+        notify=partial(parts.signal_address, given, given.proxy_port) if given.proxy_port else signals.address,
     )
     mirror = Mirror(pool, admission, counts, make, membership)
     running = parts.Running(
@@ -171,7 +169,7 @@ def assemble_front(
         channel.send(messages.Hello(messages.PROTOCOL, os.getpid()))
         async with running.lifespan(app):
             yield
-        channel.send(messages.Report(LAST, figures()))
+        channel.send(messages.Report(messages.LAST, figures()))
         channel.close("the front has ended")
 
     app = build_app(
@@ -263,11 +261,27 @@ class FrontServer(Server):
     def __init__(self, front: Front) -> None:
         super().__init__(front)
         self._channel = front.channel
+        self._is_ended = False
         front.server.append(self)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._channel.send(messages.Serving())
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes the signals while the block runs. Later ones are ignored: the process has all but ended."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        with super().capture_signals():
+            yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes a signal. The first SIGINT is how the leader ends a front, and it counts as the first signal, because
+        process managers tell all processes of a service to end, fronts too, while the leader still waits."""
+        if sig == signal.SIGINT and not self._is_ended:
+            self._is_ended, self._asked_at = True, math.inf
+        super().handle_exit(sig, frame)
 
     def tell_address(self, sockets: list[socket.socket]) -> None:
         """Says nothing: the leader tells the address, which all fronts share."""

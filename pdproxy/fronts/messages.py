@@ -17,6 +17,8 @@ from pdproxy.telemetry.figures import Figures
 
 PROTOCOL = 1
 """The number of this set of messages. Both ends must have the same."""
+LAST = 1 << 62
+"""The number of a front's last report, which nobody has asked for: all that it did is over."""
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -187,8 +189,6 @@ class Welcome(_Message, tag=32):
     num_fronts: int
     operators: str
     """The path of the Unix socket at which the leader answers what fronts do not."""
-    signals: str | None
-    """The address at which the leader takes KV signals for all; None where each front has one of its own."""
 
 
 class Joined(_Message, tag=33):

@@ -48,6 +48,8 @@ FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 10.0
 """The pause before a front is replaced that has ended: it doubles each time one ends within `STEADY_S`."""
 STEADY_S = 30.0
+LAST_WORDS_S = 1.0
+"""The longest time in seconds for which the leader reads what a front has said whose process has ended."""
 END_S = 3.0
 """Seconds beyond their own limits after which fronts that do not end are killed."""
 PYTHON = (sys.executable, *(("-P",) if sys.flags.safe_path else ()), "-m", "pdproxy.fronts")
@@ -75,6 +77,7 @@ class Worker:
         self._session: Session | None = None
         self._process: asyncio.subprocess.Process | None = None
         self.channel = Channel(messages.FromFront, self._lost)
+        self._is_lost = asyncio.Event()
 
     async def start(self, ends: Sequence[socket.socket], welcome: messages.Welcome) -> None:
         """Starts the process, which takes clients from the sockets `ends`."""
@@ -124,9 +127,11 @@ class Worker:
 
     def _lost(self, why: str) -> None:
         """Answers for what the front has left behind. Its process has ended, or is ended now: nobody may go on with
-        what others take for over."""
+        what others take for over. One that has said its last writes its log to the end."""
+        self._is_lost.set()
         session, self._session = self._session, None
-        self.kill()
+        if self.reported != messages.LAST:
+            self.kill()
         if session is not None:
             self._hub.close(session)
 
@@ -147,9 +152,14 @@ class Worker:
                 self._process.send_signal(number)
 
     async def wait(self) -> int:
-        """Waits for the end of the process. Returns its exit status."""
-        assert self._process is not None
+        """Waits for the end of the process. Returns its exit status; -1 where there was none."""
+        if self._process is None:
+            self.has_ended = True
+            self._on_change()
+            return -1
         status = await self._process.wait()
+        with anyio.move_on_after(LAST_WORDS_S):  # what it said last is on its way
+            await self._is_lost.wait()
         self.channel.close("its process has ended")
         self.has_ended = True
         self._on_change()
@@ -186,7 +196,6 @@ class Workers:
             settings.model_dump(mode="json", exclude_unset=True, exclude={"instances", "prefill", "decode", "config"}),
             len(ends),
             operators,
-            proxy.signal_address() if settings.proxy_port else None,
         )
         self._present: list[Worker | None] = [None] * len(ends)
         self._alive: dict[Worker, None] = {}
@@ -224,11 +233,16 @@ class Workers:
             await self._stirred.wait()
 
     async def _start(self, number: int) -> Worker:
-        """Starts a front, which is watched from then on."""
+        """Starts a front, which is watched from then on. One for which the system has no room ends at once."""
         assert self._tasks is not None
         worker = Worker(number, self._hub, self._stir)
         self._alive[worker] = None
-        await worker.start(self._ends[number], self._welcome)
+        try:
+            await worker.start(self._ends[number], self._welcome)
+        except OSError as error:
+            log.error("front %d cannot be started: %s", number, error)
+        if self._is_ending:
+            worker.signal(signal.SIGINT)
         self._tasks.start_soon(self._watch, worker)
         return worker
 
@@ -252,7 +266,7 @@ class Workers:
         pause_s = self._pauses_s[number] = FIRST_PAUSE_S if is_steady else min(2 * self._pauses_s[number], MAX_PAUSE_S)
         log.error("front %d (process %s) has ended, status %d; another takes its place", number, worker.pid, status)
         await anyio.sleep(pause_s)
-        if not self._is_ending:
+        if not self._is_ending and self._present[number] is worker:  # a restart may have been faster
             await self._take_up(number)
 
     async def _ask(self) -> None:
@@ -425,6 +439,9 @@ class WorkersServer(Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends the fronts, and then itself."""
+        for ends in self._ends:  # so that clients are refused from when the fronts take no more, and do not wait here
+            for end in ends:
+                end.close()
         if self._workers is not None and self._running is not None:
             await self._workers.end()
             await asyncio.wait([self._running])
@@ -434,6 +451,8 @@ class WorkersServer(Server):
 def shared_listeners(settings: Settings, num: int) -> list[list[socket.socket]]:
     """Returns sockets for `num` processes that share one port, each with a line of clients of its own. Raises
     `ConfigError`."""
+    for one in listeners(settings.host, settings.port):  # which nobody else may have, though others could share it
+        one.close()
     first = listeners(settings.host, settings.port, is_shared=True)
     port = first[0].getsockname()[1]
     return [first, *(listeners(settings.host, port, is_shared=True) for _ in range(num - 1))]

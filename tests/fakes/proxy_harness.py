@@ -218,7 +218,7 @@ async def _behind_a_front(harness: Harness) -> AsyncIterator[None]:
     for one in (ours, theirs):
         one.setblocking(False)
     given = leader.settings.model_dump(mode="json", exclude_unset=True, exclude={"instances"})
-    welcome = messages.Welcome(messages.PROTOCOL, given, 1, "nowhere", None)
+    welcome = messages.Welcome(messages.PROTOCOL, given, 1, "nowhere")
     front = assemble_front(welcome, theirs, make_client=lambda one: clients[one.url])
     hub = Hub(leader.pool, leader.pool.admission, leader.reaper, leader.counts)
     leader.pool.on_membership = hub.follow

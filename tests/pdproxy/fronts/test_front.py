@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+import socket
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
+from pdproxy import serve
 from pdproxy.admission.custody import Evidence
 from pdproxy.config.instances import InstanceSettings
+from pdproxy.fleet.token_counts import TokenizerReport
+from pdproxy.fronts import messages
+from pdproxy.fronts.front import assemble_front
 from tests.fakes.fake_engine import FakeClient, FakeEngine
 from tests.fakes.proxy_harness import WAYS, Harness, Way, proxy_in_front_of, until
 
@@ -141,3 +147,48 @@ async def test_a_front_that_dies_leaves_nothing_behind(seed: int) -> None:
         assert set(statuses) <= {200, 503}, statuses
         assert house.leader is not None
         assert sum(one.account.granted_total for one in house.leader.pool.of_role("decode") if one.account) > 2
+
+
+async def test_a_front_keeps_no_shapes_of_engines_that_are_gone() -> None:
+    """Each request is counted for each shape, and an engine may find room for another number of pages at each start."""
+    async with proxy_in_front_of(by_front=True) as house:
+        front: Any = house.proxy
+        place, known = front.pool.of_role("decode")[0].number, front.pool.of_role("decode")[0].facts
+        told = front.channel.handlers[messages.Facts]
+        for count in range(20):
+            told(messages.Facts(place, replace(known, epoch=f"start {count}", num_pages=100 + count), 100 + count))
+        assert len(front.admission.shapes) <= 2
+        told(messages.Facts(place, known, 1))
+        assert (await house.post()).status == 200
+
+
+async def test_a_front_does_not_mind_news_of_an_instance_that_it_has_let_go() -> None:
+    async with proxy_in_front_of(by_front=True) as house:
+        front: Any = house.proxy
+        front.channel.handlers[messages.Tokenizer](messages.Tokenizer(99, TokenizerReport(None)))
+
+
+async def test_engines_signal_the_leaders_port_where_that_is_given() -> None:
+    """No instance that signals need have joined when the front starts, so that the leader need not listen yet."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        front = assemble_front(messages.Welcome(messages.PROTOCOL, {"proxy_port": 9470}, 2, "nowhere"), theirs)
+        assert front.orchestrator._disaggregated._notify() == "tcp://127.0.0.1:9470"
+
+
+async def test_a_server_that_retires_cuts_no_request_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes, and however patient it is with clients that want nothing."""
+    monkeypatch.setattr(serve, "KEEP_ALIVE_S", 0)
+    async with proxy_in_front_of(drain_timeout_s=0.01) as house:
+        server = serve.Server(house.proxy)
+        server.servers = []
+        house.decoder.hang_at.add("first")
+        call = house.call(stream=True)
+        await house.decoder.reached("first")
+        server.server_state.connections.add(cast(Any, object()))  # the client's, of which it has said nothing
+        server.retire()
+        assert not await server.on_tick(0)
+        house.decoder.let_go("first")
+        assert (await call.answer()).status == 200
+        await until(lambda: not house.proxy.orchestrator.num_requests)
+        assert await server.on_tick(0)
