@@ -8,7 +8,7 @@ import anyio
 import httpx
 from starlette.types import Receive, Scope, Send
 
-from pdproxy.errors import NotReady
+from pdproxy.errors import BodyTooLarge, NotReady, ProxyError
 from pdproxy.orchestrator.error_reply import JSON, error_headers
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Forward:
                 return
             body += message.get("body", b"")
             if len(body) > MAX_BODY_BYTES:
-                await _refuse(send, 413, NotReady(f"the body is larger than {MAX_BODY_BYTES} bytes"))
+                await _refuse(send, BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes"))
                 return
             if not message.get("more_body"):
                 break
@@ -62,24 +62,27 @@ class Forward:
         query = scope["query_string"].decode("latin-1")
         url = f"http://leader{scope['raw_path'].decode('latin-1').partition('?')[0]}{query and '?' + query}"
         headers = [(name, value) for name, value in scope["headers"] if name not in _KEPT_BACK - {b"x-request-id"}]
+        has_begun = False
         try:
             async with self._client.stream(scope["method"], url, headers=headers, content=body) as answer:
                 told = [(name.lower(), value) for name, value in answer.headers.raw]
                 kept = [(name, value) for name, value in told if name not in _KEPT_BACK]
+                has_begun = True
                 await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
                 async for piece in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
-        except httpx.ConnectError:
-            await _refuse(send, 503, NotReady("the process that knows this has gone; try again", retry_after_s=1.0))
         except httpx.HTTPError as error:
-            log.warning("the leader's answer to %s broke off: %r", scope["path"], error)
+            if has_begun:
+                log.warning("the leader's answer to %s broke off: %r", scope["path"], error)
+        if not has_begun:
+            await _refuse(send, NotReady("the process that knows this has gone; try again", retry_after_s=1.0))
 
 
-async def _refuse(send: Send, status: int, error: NotReady) -> None:
+async def _refuse(send: Send, error: ProxyError) -> None:
     import msgspec
 
     body = msgspec.json.encode(error.body())
     headers = [(b"content-type", JSON), *error_headers(error, body)]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -439,6 +439,7 @@ class WorkersServer(Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends the fronts, and then itself."""
+        self._leader.orchestrator.stop_accepting()  # which ends the pages that follow it, by way of fronts
         for ends in self._ends:  # so that clients are refused from when the fronts take no more, and do not wait here
             for end in ends:
                 end.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pdproxy.fronts.forward import MAX_BODY_BYTES
 from tests.pdproxy.server.test_serve_process import BODY, Proxy, command, hold, process, start
 
 WORKERS = ("--workers", "2", "--drain-timeout-s", "20")
@@ -57,6 +58,18 @@ async def test_nobody_waits_at_a_proxy_that_drains(tmp_path: Path) -> None:
             gate.set()
             await stream.aread()
         assert await proxy.ended(10) == 0
+
+
+async def test_a_page_that_follows_the_proxy_ends_with_it(tmp_path: Path) -> None:
+    async with process(tmp_path, *WORKERS) as proxy:
+        too_large = await proxy.client.post("/admin/instances", content=b"x" * (MAX_BODY_BYTES + 1))
+        assert (too_large.status_code, too_large.json()["error"]["type"]) == (413, "invalid_request_error")
+        async with proxy.client.stream("GET", "/ui/events") as stream:
+            pieces = stream.aiter_raw()
+            await anext(pieces)
+            proxy.child.send_signal(signal.SIGTERM)
+            assert await proxy.ended(10) == 0
+        assert "Traceback" not in proxy.said()
 
 
 async def test_a_port_is_for_one_proxy(tmp_path: Path) -> None:
