@@ -60,8 +60,21 @@ class Channel(asyncio.Protocol):
     def _flush(self) -> None:
         messages, self._outgoing = self._outgoing, []
         if messages and self._transport is not None and not self._transport.is_closing():
-            frame = self._encode(messages)
-            self._transport.write(_LENGTH.pack(len(frame)) + frame)
+            try:
+                self._write(self._transport, messages)
+            except Exception as error:  # a bug: the other end would wait for what it never hears
+                log.exception("a message for the other process cannot be written")
+                self._why = repr(error)
+                self._transport.abort()
+
+    def _write(self, transport: asyncio.Transport, messages: list[Any]) -> None:
+        frame = self._encode(messages)
+        if len(frame) > MAX_FRAME_BYTES and len(messages) > 1:
+            half = len(messages) // 2
+            self._write(transport, messages[:half])
+            self._write(transport, messages[half:])
+        else:
+            transport.write(_LENGTH.pack(len(frame)) + frame)
 
     def data_received(self, data: bytes) -> None:
         received = self._received

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import aclosing
 
 import anyio
 import httpx
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from pdproxy.errors import BodyTooLarge, NotReady, ProxyError
@@ -15,6 +17,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
 """The most bytes of a body that goes to the leader."""
+FIRST_BYTE_S = 10.0
+"""The longest time in seconds that the leader may take until its answer begins."""
 _KEPT_BACK = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"x-request-id", b"date"}
 """The headers that belong to one connection, or that a front writes itself."""
 
@@ -64,7 +68,10 @@ class Forward:
         headers = [(name, value) for name, value in scope["headers"] if name not in _KEPT_BACK - {b"x-request-id"}]
         has_begun = False
         try:
-            async with self._client.stream(scope["method"], url, headers=headers, content=body) as answer:
+            request = self._client.build_request(scope["method"], url, headers=headers, content=body)
+            with anyio.fail_after(FIRST_BYTE_S):
+                answer = await self._client.send(request, stream=True)
+            async with aclosing(answer):
                 told = [(name.lower(), value) for name, value in answer.headers.raw]
                 kept = [(name, value) for name, value in told if name not in _KEPT_BACK]
                 has_begun = True
@@ -72,16 +79,14 @@ class Forward:
                 async for piece in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, TimeoutError) as error:
             if has_begun:
                 log.warning("the leader's answer to %s broke off: %r", scope["path"], error)
         if not has_begun:
-            await _refuse(send, NotReady("the process that knows this has gone; try again", retry_after_s=1.0))
+            await _refuse(send, NotReady("the process that knows this does not answer; try again", retry_after_s=1.0))
 
 
 async def _refuse(send: Send, error: ProxyError) -> None:
-    import msgspec
-
     body = msgspec.json.encode(error.body())
     headers = [(b"content-type", JSON), *error_headers(error, body)]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -104,7 +104,9 @@ def assemble_front(
     router = parts.make_router(settings, random.Random())
     link = _Link()
     channel = Channel(messages.FromLeader, link.lost)
-    admission = FrontAdmission(Kernel(router, is_limited=False), router, channel.send)
+    admission = FrontAdmission(
+        Kernel(router, is_limited=False), router, channel.send, num_unsent_bytes=lambda: channel.num_unsent_bytes
+    )
     pool = Pool(admission)
     signals = parts.Signals(board, settings, pool)
 

@@ -33,6 +33,9 @@ RETRY_AFTER_S = 1.0
 SILENCE_S = 1.0
 """Seconds beyond a demand's own deadline after which a front refuses it by itself: the leader has not."""
 
+MAX_UNSENT_BYTES = 16 << 20
+"""The bytes that may wait for a leader which stands still, before new requests are refused."""
+
 Send = Callable[[Any], None]
 
 
@@ -44,11 +47,19 @@ class FrontAdmission(Admission):
     """
 
     def __init__(
-        self, kernel: Kernel, router: Router, send: Send, *, clock: Callable[[], float] = time.monotonic
+        self,
+        kernel: Kernel,
+        router: Router,
+        send: Send,
+        *,
+        num_unsent_bytes: Callable[[], int] = int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Takes `num_unsent_bytes`, which returns how much of what was sent the leader has not taken yet."""
         super().__init__(kernel, clock=clock)
         self._router = router
         self._send = send
+        self._num_unsent_bytes = num_unsent_bytes
         self.has_leader = True
         self._asked: dict[str, Demand] = {}
         self._leases: dict[str, Lease] = {}
@@ -58,10 +69,21 @@ class FrontAdmission(Admission):
 
     def bind_now(self, demand: Demand) -> Grant | None:
         """Asks the leader. Returns None: the caller must await `wait` in the same instant. Raises `NotReady` where
-        there is no leader."""
+        there is no leader, or where it has not taken for long what it was told."""
         if not self.has_leader:
             raise no_leader()
+        if self._num_unsent_bytes() > MAX_UNSENT_BYTES:
+            message = "the process that admits requests does not answer; try again later"
+            raise NotReady(message, retry_after_s=RETRY_AFTER_S)
         loop, now = asyncio.get_running_loop(), self._clock()
+        self._ask(demand, now, is_again=demand.is_again)
+        waiter = self._waiters[demand] = Waiter(loop.create_future())
+        if demand.deadline < inf:
+            waiter.timers.append(loop.call_later(demand.deadline - now + SILENCE_S, self._give_up, demand))
+        return None
+
+    def _ask(self, demand: Demand, now: float, *, is_again: bool) -> None:
+        self._asked[demand.attempt] = demand
         hints = self._router.condensed(demand.hints or NO_HINTS)
         self._send(
             messages.Ask(
@@ -73,16 +95,11 @@ class FrontAdmission(Admission):
                 demand.priority,
                 tuple(demand.avoid),
                 None if demand.tied_until == -inf else demand.tied_until - now,
-                demand.is_again,
+                is_again,
                 hints.session,
                 hints.key,
             )
         )
-        waiter = self._waiters[demand] = Waiter(loop.create_future())
-        if demand.deadline < inf:
-            waiter.timers.append(loop.call_later(demand.deadline - now + SILENCE_S, self._give_up, demand))
-        self._asked[demand.attempt] = demand
-        return None
 
     def _give_up(self, demand: Demand) -> None:
         """Refuses a demand whose time is long over, because the leader does not answer."""
@@ -111,14 +128,17 @@ class FrontAdmission(Admission):
     # ── what the leader says ────────────────────────────────────────────────────────────────────────────────────────
 
     def granted(self, attempt: str, owner: Place, peer: Place, pages: int) -> None:
-        """Takes a grant. One that nobody waits for any more goes back at once."""
+        """Takes a grant. One that nobody waits for any more goes back at once. So does that of an owner which cannot
+        serve the attempt, because the leader did not know that; then the attempt asks once more, with its age."""
         demand = self._asked.pop(attempt, None)
-        if demand is None:
+        wanted = None if demand is None else demand.pages_at(owner.shape)
+        if demand is None or (pages and wanted is None):
             self._send(messages.Free(attempt, Custody.RESERVED, Evidence.NEVER_SENT))
             self._send(messages.Unbound(attempt, True))
             self._send(messages.Unbound(attempt, False))
+            if demand is not None:
+                self._ask(demand, self._clock(), is_again=True)
             return
-        wanted = demand.pages_at(owner.shape)
         leases: tuple[Lease, ...] = ()
         if pages:
             account = owner.account

@@ -14,8 +14,9 @@ from pdproxy import serve
 from pdproxy.admission.custody import Evidence
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.fleet.token_counts import TokenizerReport
-from pdproxy.fronts import messages
+from pdproxy.fronts import channel, messages
 from pdproxy.fronts.front import assemble_front
+from pdproxy.fronts.front_admission import MAX_UNSENT_BYTES
 from tests.fakes.fake_engine import FakeClient, FakeEngine
 from tests.fakes.proxy_harness import WAYS, Harness, Way, proxy_in_front_of, until
 
@@ -192,3 +193,40 @@ async def test_a_server_that_retires_cuts_no_request_short(monkeypatch: pytest.M
         assert (await call.answer()).status == 200
         await until(lambda: not house.proxy.orchestrator.num_requests)
         assert await server.on_tick(0)
+
+
+async def test_a_grant_of_an_owner_that_cannot_serve_it_is_given_back_and_asked_for_anew() -> None:
+    """The leader did not know: the owner has said something else of itself in that moment."""
+    decoders = [FakeEngine("decode", num_pages=num) for num in (8, 9)]
+    async with proxy_in_front_of(decoders=decoders, by_front=True) as house:
+        asked, granted = house.admission._asked, house.admission.granted
+        unfit: list[str] = []
+
+        def late(attempt: str, owner: Any, *rest: Any) -> None:
+            if not unfit:
+                unfit.append(owner.name)
+                asked[attempt]._sizes[owner.shape] = None
+            granted(attempt, owner, *rest)
+
+        house.admission.granted = late
+        answer = await house.post()
+        assert answer.status == 200
+        assert answer.headers["x-pdproxy-decoder"] not in unfit
+        assert house.leader is not None
+        assert house.leader.pool.admission.kernel.freed[Evidence.NEVER_SENT] == 1
+
+
+async def test_a_leader_that_takes_nothing_is_not_told_more_and_more() -> None:
+    async with proxy_in_front_of(by_front=True) as house:
+        house.admission._num_unsent_bytes = lambda: MAX_UNSENT_BYTES + 1
+        refused = await house.post()
+        assert (refused.status, refused.json()["error"]["code"]) == (503, "no_ready_instance")
+        house.admission._num_unsent_bytes = int
+        assert (await house.post()).status == 200
+
+
+async def test_what_is_too_long_for_a_frame_goes_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MAX_FRAME_BYTES", 512)
+    async with proxy_in_front_of(by_front=True) as house:
+        answers = await asyncio.gather(*(house.post(prompt="a b c " * 5) for _ in range(12)))
+        assert {answer.status for answer in answers} == {200}
