@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from pdproxy.admission import orphans
 from pdproxy.engines import lmcache
 from pdproxy.engines.http.base import EngineUnreachable
+from tests.fakes import proxy_harness
 from tests.fakes.fake_engine import BROKEN, error_reply
 from tests.fakes.fake_lmcache import CONFIG, FakeLMCache
 from tests.fakes.fake_vllm import FakeNixl
@@ -288,3 +289,15 @@ async def test_interrupted_anywhere_nothing_is_left(
     num_struck = sum(call.is_struck for call in calls)
     points.setdefault(f"{way}, {road.name}", {})[interruption.name] = num_struck
     assert num_struck >= road.num_points
+
+
+@pytest.mark.parametrize("interruption", INTERRUPTIONS, ids=lambda interruption: interruption.name)
+@pytest.mark.parametrize("name", ["disaggregated, streamed", "queued", "failover: prefill broke"])
+async def test_interrupted_anywhere_by_way_of_a_front_nothing_is_left_at_the_leader(
+    name: str, interruption: Interruption, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_harness, "IS_BY_FRONT", True)
+    road = next(road for road in WAYS_THROUGH if road.name == name)
+    calls = await interrupt_everywhere(road, interruption, tokenizer, "relay")
+    assert not calls[-1].suspensions.is_reached, f"still not through after {MAX_POINTS} suspensions"
+    assert sum(call.is_struck for call in calls) >= road.num_points
