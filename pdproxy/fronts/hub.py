@@ -203,7 +203,7 @@ class Session:
             self._send(now[0])
         seen = self._hub.counts.report_of(instance)
         if seen is not None and seen is not report:
-            self._send(messages.Tokenizer(place, seen))
+            self._send(messages.Tokenizer(place, seen.epoch, seen.agrees, seen.why, seen.frame))
         self._told[place] = (instance.facts, now[1], seen)
 
     def left(self, place: int) -> None:

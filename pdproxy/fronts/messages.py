@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from pdproxy.engines.info import EngineInfo
-from pdproxy.fleet.token_counts import TokenizerReport
 from pdproxy.telemetry.figures import Figures
 
 PROTOCOL = 1
@@ -282,7 +281,11 @@ class Tokenizer(_Message, tag=44):
     """The report on the tokenizer of the process at a place."""
 
     place: int
-    report: TokenizerReport
+    epoch: str | None
+    agrees: bool | None
+    why: str
+    frame: tuple[int, int] | None
+    """The two numbers of a `tokens.bounds.ChatFrame`."""
 
 
 FromFront = (

@@ -19,9 +19,10 @@ from pdproxy.fleet.instance import Health, Instance
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.page_count import Shape
 from pdproxy.fleet.pool import Pool
-from pdproxy.fleet.token_counts import TokenCounts
+from pdproxy.fleet.token_counts import TokenCounts, TokenizerReport
 from pdproxy.fronts import messages
 from pdproxy.fronts.front_admission import FrontAdmission, Send
+from pdproxy.tokens.bounds import ChatFrame
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +184,9 @@ class Mirror:
     def tokenizer(self, message: messages.Tokenizer) -> None:
         """Takes what was seen of an engine's tokenizer."""
         if (instance := self._places.get(message.place)) is not None:
-            self._counts.report(instance, message.report)
+            frame = None if message.frame is None else ChatFrame(*message.frame)
+            report = TokenizerReport(message.epoch, message.agrees, message.why, frame)
+            self._counts.report(instance, report)
 
     def granted(self, message: messages.Granted) -> None:
         """Takes a grant."""

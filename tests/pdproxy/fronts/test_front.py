@@ -13,7 +13,6 @@ import pytest
 from pdproxy import serve
 from pdproxy.admission.custody import Evidence
 from pdproxy.config.instances import InstanceSettings
-from pdproxy.fleet.token_counts import TokenizerReport
 from pdproxy.fronts import channel, messages
 from pdproxy.fronts.front import assemble_front
 from pdproxy.fronts.front_admission import MAX_UNSENT_BYTES
@@ -166,7 +165,7 @@ async def test_a_front_keeps_no_shapes_of_engines_that_are_gone() -> None:
 async def test_a_front_does_not_mind_news_of_an_instance_that_it_has_let_go() -> None:
     async with proxy_in_front_of(by_front=True) as house:
         front: Any = house.proxy
-        front.channel.handlers[messages.Tokenizer](messages.Tokenizer(99, TokenizerReport(None)))
+        front.channel.handlers[messages.Tokenizer](messages.Tokenizer(99, None, None, "", None))
 
 
 async def test_engines_signal_the_leaders_port_where_that_is_given() -> None:
