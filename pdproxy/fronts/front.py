@@ -27,6 +27,7 @@ import msgspec
 from fastapi import FastAPI
 
 from pdproxy import assemble as parts
+from pdproxy.admission.custody import Evidence
 from pdproxy.admission.kernel import Kernel
 from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.aio.loop_lag import LoopLag
@@ -218,7 +219,7 @@ def assemble_front(
         messages.Tokenizer: mirror.tokenizer,
         messages.Granted: mirror.granted,
         messages.Refused: lambda message: admission.refused(message.attempt, refused_by(message)),
-        messages.Settled: lambda message: admission.settled(message.attempt, message.evidence),
+        messages.Settled: lambda message: admission.settled(message.attempt, Evidence(message.evidence)),
         messages.Signal: lambda message: _deliver(board, message.frame),
         messages.ReportNow: lambda message: channel.send(messages.Report(message.number, figures())),
         messages.Leave: lambda message: orchestrator.leave(),
