@@ -375,7 +375,7 @@ class Signals:
     """Signals keeps the signal socket. It is opened when the proxy starts, because it belongs to a loop, or when the
     first engine joins that signals over it. A proxy in front of other engines listens on no port but its own.
 
-    Mutable state: the socket, and an event that it is open.
+    Mutable state: the socket, its address for engines, and an event that it is open.
     """
 
     def __init__(self, board: KvBoard, settings: Settings, pool: Pool) -> None:
@@ -383,7 +383,9 @@ class Signals:
         self._board = board
         self._settings = settings
         self._pool = pool
-        self._host = settings.notify_address if any(map(_signals, pool.instances)) else None
+        self._address = ""
+        if any(map(_signals, pool.instances)):
+            signal_address(settings, 0)  # so that a mistake shows before anything is started
         self._socket: SignalSocket | None = None
         self._opened = asyncio.Event()
 
@@ -407,8 +409,9 @@ class Signals:
 
     def _listen(self, port: int) -> None:
         settings = self._settings
-        self._host = settings.notify_address
+        signal_address(settings, port)  # before a socket is there
         self._socket = SignalSocket(self._board, settings.proxy_host, port)
+        self._address = signal_address(settings, self._socket.port)
         self._opened.set()
         log.info("KV signals are taken on port %d of %s", self._socket.port, settings.proxy_host)
 
@@ -418,9 +421,7 @@ class Signals:
 
     def address(self) -> str:
         """Returns the address that engines send to; empty where none of them does."""
-        if self._socket is None or self._host is None:
-            return ""
-        return signal_address(self._settings, self._socket.port)
+        return self._address
 
     async def run(self) -> None:
         await self._opened.wait()

@@ -120,6 +120,8 @@ class Admission:
         self._waiters: dict[Demand, Waiter] = {}
         self._reopening: asyncio.TimerHandle | None = None
         self.orphans_changed = asyncio.Event()
+        self.is_remote = False
+        """True where another process admits, and answers for leases if this one ends."""
         self.on_settled: Callable[[Lease], object] = lambda lease: None
         """The function that is called with an orphan whose pages have come back. It must not raise."""
 
@@ -131,13 +133,27 @@ class Admission:
 
         Raises the same errors as `Kernel.arrive`, and those of `wait`.
         """
-        return self._bind_now(demand, None)
+        waiter: Waiter | None = None
+        try:
+            grant = self.kernel.arrive(demand, self._clock())
+            if grant is None:
+                waiter = self._waiters[demand] = self._waiter(demand)
+            else:
+                note_bound(grant)
+        finally:
+            self._carry_out()
+        if waiter is not None and waiter.woken.done():  # its arrival let it go, or made it hopeless
+            return waiter.result()
+        return grant
 
     def ask(self, demand: Demand, told: Told) -> Grant | None:
         """Returns the grant where it can be had at once; else None, and `told` is called later, unless the caller
         calls `leave` before. `told` must not raise, and must not call the admission. Raises as `bind_now` does.
         """
-        return self._bind_now(demand, told)
+        grant = self.bind_now(demand)
+        if grant is None:
+            self._waiters[demand].told = told
+        return grant
 
     def leave(self, demand: Demand) -> None:
         """Takes a demand that waits since `ask` out of the line. Nobody is told then. Does nothing where it does not
@@ -151,22 +167,6 @@ class Admission:
         """Asks anew how many pages a demand takes that waits. Does nothing where it does not wait."""
         self.kernel.resize(demand, self._clock())
         self._carry_out()
-
-    def _bind_now(self, demand: Demand, told: Told | None) -> Grant | None:
-        waiter: Waiter | None = None
-        try:
-            grant = self.kernel.arrive(demand, self._clock())
-            if grant is None:
-                waiter = self._waiters[demand] = self._waiter(demand)
-            else:
-                note_bound(grant)
-        finally:
-            self._carry_out()
-        if waiter is not None:
-            if waiter.woken.done():  # its arrival let it go, or made it hopeless
-                return waiter.result()
-            waiter.told = told
-        return grant
 
     def _waiter(self, demand: Demand) -> Waiter:
         loop, now = asyncio.get_running_loop(), self._clock()
@@ -226,7 +226,7 @@ class Admission:
 
     def sent(self, lease: Lease, guard: Callable[[], Any]) -> None:
         """Takes note that something is about to be sent for the lease. `guard` returns the errand which would free its
-        pages if this process ended now; None where there is none. Here nobody would be left to do it.
+        pages if this process ended now; None where there is none. Only an admission that `is_remote` has to be told.
         """
 
     def shrink(self, lease: Lease, pages: int) -> None:

@@ -60,6 +60,7 @@ class FrontAdmission(Admission):
         self._router = router
         self._send = send
         self._num_unsent_bytes = num_unsent_bytes
+        self.is_remote = True
         self.has_leader = True
         self._asked: dict[str, Demand] = {}
         self._leases: dict[str, Lease] = {}

@@ -354,7 +354,8 @@ class KvBoard:
 
     def deliver(self, signal: wire.AnySignal) -> None:
         """Takes a signal. It never raises for what a peer may send, and never waits."""
-        if not self.knows(signal) and self.pass_on(signal):
+        attempt = signal.attempt or signal.req_id if isinstance(signal, wire.ProxyNotif) else signal.attempt
+        if attempt not in self._open and self.pass_on(signal):
             return
         self._count.num_signals += 1
         if isinstance(signal, wire.ProxyNotif):

@@ -196,7 +196,8 @@ class Attempt:
         self.record.advance(_PREFILL)
         self._info = info
         self.lease.step(_FILLING)
-        self._admission.sent(self.lease, self._guard)
+        if self._admission.is_remote:
+            self._admission.sent(self.lease, self._guard)
 
     def replied(self, reply: PrefillReply) -> None:
         """Notes that the prefill leg is over, and what its reply tells of the prompt."""

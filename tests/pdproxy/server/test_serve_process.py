@@ -158,6 +158,8 @@ async def until_refused(proxy: Proxy) -> None:
                 _, writer = await asyncio.open_connection(address.host, address.port)
             except ConnectionRefusedError:
                 return
+            except ConnectionResetError:  # the port was closed in that very moment
+                continue
             writer.close()
             await asyncio.sleep(0.02)  # the signal's handling tells nobody
 
