@@ -76,9 +76,9 @@ class Waiter:
 
     __slots__ = ("error", "grant", "timers", "told", "woken")
 
-    def __init__(self, woken: asyncio.Future[None], told: Told | None = None) -> None:
+    def __init__(self, woken: asyncio.Future[None]) -> None:
         self.woken = woken
-        self.told = told
+        self.told: Told | None = None
         self.grant: Grant | None = None
         self.error: ProxyError | None = None
         self.timers: list[asyncio.TimerHandle] = []

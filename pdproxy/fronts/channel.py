@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 1 << 28
 """The most bytes of a frame. The largest message has a whole prompt, in a call that frees LMCache's pages."""
-_LENGTH = struct.Struct(">I")
+LENGTH = struct.Struct(">I")
+"""The length that is in front of a frame."""
 
 Handlers = Mapping[type, Callable[[Any], object]]
 """The function that is called with each message of a class, by the class."""
@@ -74,21 +75,21 @@ class Channel(asyncio.Protocol):
             self._write(transport, messages[:half])
             self._write(transport, messages[half:])
         else:
-            transport.write(_LENGTH.pack(len(frame)) + frame)
+            transport.write(LENGTH.pack(len(frame)) + frame)
 
     def data_received(self, data: bytes) -> None:
         received = self._received
         received += data
         begin = 0
-        while len(received) - begin >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(received, begin)
+        while len(received) - begin >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(received, begin)
             if length > MAX_FRAME_BYTES:
                 self.close(f"a frame of {length} bytes")
                 return
-            end = begin + _LENGTH.size + length
+            end = begin + LENGTH.size + length
             if len(received) < end:
                 break
-            frame = bytes(memoryview(received)[begin + _LENGTH.size : end])
+            frame = bytes(memoryview(received)[begin + LENGTH.size : end])
             begin = end
             try:
                 self._handle(frame)

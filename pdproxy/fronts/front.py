@@ -14,12 +14,12 @@ import os
 import random
 import signal
 import socket
-import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import FrameType
 from typing import cast
 
@@ -42,7 +42,7 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fronts import messages
-from pdproxy.fronts.channel import Channel
+from pdproxy.fronts.channel import LENGTH, Channel
 from pdproxy.fronts.forward import Forward
 from pdproxy.fronts.front_admission import FrontAdmission
 from pdproxy.fronts.hub import refused_by
@@ -103,7 +103,7 @@ def assemble_front(
     make_client = make_client or parts.http_client(settings, descriptors)
     board = KvBoard()
     router = parts.make_router(settings, random.Random())
-    link = _Link()
+    link = _Link(Path(welcome.operators))
     channel = Channel(messages.FromLeader, link.lost)
     admission = FrontAdmission(
         Kernel(router, is_limited=False), router, channel.send, num_unsent_bytes=lambda: channel.num_unsent_bytes
@@ -159,7 +159,7 @@ def assemble_front(
         retries=retries,
         observer=observer,
         descriptors=descriptors,
-        notify=partial(parts.signal_address, given, given.proxy_port) if given.proxy_port else signals.address,
+        notify=cache(partial(parts.signal_address, given, given.proxy_port)) if given.proxy_port else signals.address,
     )
     mirror = Mirror(pool, admission, counts, make, membership)
     running = parts.Running(
@@ -237,8 +237,10 @@ def _deliver(board: KvBoard, frame: bytes) -> None:
 class _Link:
     """_Link ends the front when it has to. Mutable state: the front, once it is put together."""
 
-    def __init__(self) -> None:
+    def __init__(self, operators: Path) -> None:
+        """Takes the leader's Unix socket, which nobody else removes where the leader was killed."""
         self.front: Front | None = None
+        self._operators = operators
 
     def lost(self, why: str) -> None:
         """Takes no new requests, because the leader has gone; what is under way goes on to its end."""
@@ -250,6 +252,9 @@ class _Link:
             if not server.should_exit:
                 log.warning("the leader has gone (%s): this front ends when its requests have ended", why)
                 server.should_exit = True
+                with suppress(OSError):  # another front was faster
+                    self._operators.unlink()
+                    self._operators.parent.rmdir()
 
     def retire(self) -> None:
         """Ends the front when its clients have gone."""
@@ -302,7 +307,7 @@ def _read_welcome(channel: socket.socket) -> messages.Welcome:
             got += piece
         return got
 
-    (length,) = struct.unpack(">I", exactly(4))
+    (length,) = LENGTH.unpack(exactly(LENGTH.size))
     [welcome] = msgspec.msgpack.decode(exactly(length), type=list[messages.Welcome])
     if welcome.protocol != messages.PROTOCOL:
         raise ConfigError(f"the leader speaks protocol {welcome.protocol}, and this front {messages.PROTOCOL}")

@@ -56,7 +56,7 @@ class Ask(_Message, tag=1):
 
 
 class Cancel(_Message, tag=2):
-    """Nobody waits any more with an attempt that has asked. A grant that is on its way comes back unused."""
+    """An attempt that has asked is over, so that nobody waits for its turn. A grant on its way comes back unused."""
 
     attempt: str
 

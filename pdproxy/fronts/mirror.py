@@ -8,7 +8,6 @@ would be seen as attempts at an instance that is down, or as a breaker that does
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,6 @@ from pdproxy.fleet.token_counts import TokenCounts, TokenizerReport
 from pdproxy.fronts import messages
 from pdproxy.fronts.front_admission import FrontAdmission, Send
 from pdproxy.tokens.bounds import ChatFrame
-
-log = logging.getLogger(__name__)
 
 MakeMirrored = Callable[[InstanceSettings, int], "MirroredInstance"]
 """A function that makes an instance for a place."""

@@ -58,11 +58,11 @@ PYTHON = (sys.executable, *(("-P",) if sys.flags.safe_path else ()), "-m", "pdpr
 class Worker:
     """Worker is one process that runs a front, with its end of the connection.
 
-    Mutable state: the process; how far it has come; the pings that it has not answered.
+    Mutable state: the process; how far it has come; its figures, and how often it was asked for them in vain.
     """
 
     def __init__(self, number: int, hub: Hub, on_change: Callable[[], None]) -> None:
-        """Calls `on_change` when the front begins to serve, and when its process has ended."""
+        """Calls `on_change` when the front begins to serve or tells its figures, and when its process has ended."""
         self.number = number
         self.pid: int | None = None
         self.started_at = time.monotonic()
@@ -95,11 +95,7 @@ class Worker:
         self.pid = self._process.pid
         ours.setblocking(False)
         await asyncio.get_running_loop().create_connection(lambda: self.channel, sock=ours)
-        self.channel.handlers = {
-            messages.Hello: self._hello,
-            messages.Report: self._report,
-            messages.Serving: self._serving,
-        }
+        self.channel.handlers = {messages.Hello: self._hello}
         self.channel.send(welcome)
 
     def _hello(self, message: messages.Hello) -> None:
@@ -375,7 +371,6 @@ class WorkersServer(Server):
         self._num_workers = num_workers
         self._workers: Workers | None = None
         self._running: asyncio.Task[None] | None = None
-        self._public: list[socket.socket] = []
         self._ends: list[list[socket.socket]] = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:

@@ -30,7 +30,7 @@ from pdproxy.server.routes import CHALLENGE, GenerationRoute
 from pdproxy.telemetry import request_id
 from pdproxy.telemetry.figures import Elsewhere
 from pdproxy.telemetry.metrics import Metrics
-from pdproxy.telemetry.record import Recent
+from pdproxy.telemetry.record import MAX_RECENT, Recent
 from transfer.memory_budget import MemoryBudget
 
 Lifespan = Callable[["App"], AbstractAsyncContextManager[None]]
@@ -101,8 +101,6 @@ def build_app(
 
 PART = "status"
 """The name of the status page's part of the figures of other processes."""
-MAX_RECENT = 50
-"""The most requests that are shown of those which have ended."""
 _ON_BOARD = ("num_open", "num_waiting")
 """The numbers of the board that are no counters."""
 

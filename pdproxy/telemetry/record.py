@@ -27,6 +27,8 @@ class Outcome(StrEnum):
 # Looking up a member in its enum costs more than the comparison.
 _RUNNING, _FAILED = Outcome.RUNNING, Outcome.FAILED
 
+MAX_RECENT = 50
+"""The most requests that are shown of those which have ended."""
 MAX_FIRST_TOKENS = 2048
 """The most first tokens that are kept of streams that have ended."""
 
@@ -275,7 +277,7 @@ class Recent(Bystander):
     streams.
     """
 
-    def __init__(self, limit: int = 50) -> None:
+    def __init__(self, limit: int = MAX_RECENT) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=limit)
         self.totals: dict[str, int] = {}
         self.num_prompt_tokens = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +31,20 @@ async def workers_of(house: Cluster) -> list[dict[str, Any]]:
 
 def still_there(pids: set[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def folders_of_the_dead() -> set[Path]:
+    """Folders of leaders whose socket nobody listens at any more."""
+    found = set()
+    for path in Path(tempfile.gettempdir()).glob("pdproxy-*/leader"):
+        with socket.socket(socket.AF_UNIX) as one:
+            try:
+                one.connect(str(path))
+            except ConnectionRefusedError:
+                found.add(path.parent)
+            except OSError:  # it goes in this moment
+                continue
+    return found
 
 
 async def until(holds: Callable[[], Any], what: str, within_s: float = 30.0) -> None:
@@ -110,7 +126,7 @@ async def test_fronts_are_killed_and_replaced_and_nothing_is_lost(
 
 async def test_a_front_without_a_leader_ends(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     async with running(tiny_model(), tmp_path, proxy=("--chunk-size", "64", "--workers", "2")) as house:
-        pids = {worker["pid"] for worker in await workers_of(house)}
+        pids, dead = {worker["pid"] for worker in await workers_of(house)}, folders_of_the_dead()
         async with httpx.AsyncClient(timeout=60) as client:
             running_stream = asyncio.create_task(stream(client, house, "a long answer", 200))
             await asyncio.sleep(0.3)
@@ -121,3 +137,4 @@ async def test_a_front_without_a_leader_ends(tiny_model: Callable[..., Path], tm
             return not still_there(pids)
 
         await until(have_ended, "fronts have outlived their leader")
+        assert not folders_of_the_dead() - dead, "the leader's folder is left behind"
