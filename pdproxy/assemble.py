@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -128,19 +129,31 @@ class Proxy:
         self.board.check_integrity()
 
 
-def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Proxy:
+def assemble(
+    settings: Settings,
+    *,
+    make_client: MakeClient | None = None,
+    fleet: Sequence[InstanceSettings] | None = None,
+    elsewhere: Elsewhere | None = None,
+    term: int | None = None,
+    claims_until: float = -math.inf,
+) -> Proxy:
     """Builds everything and starts nothing. Raises `ConfigError` that names the option at fault.
 
-    `make_client` replaces HTTP, for tests.
+    `make_client` replaces HTTP, for tests. `fleet` replaces the one that the options name. `elsewhere` has the figures
+    of the proxy's other processes. A proxy that admits in a `term` grants nothing before the time `claims_until` on the
+    monotonic clock.
     """
     # Some parts need each other. A lambda stands for a part that is made further down, and is called after that only.
     descriptors = DescriptorBudget()
     make_client = make_client or http_client(settings, descriptors)
     board = KvBoard()
-    fleet = settings.fleet()
+    elsewhere = elsewhere or Elsewhere()
+    fleet = settings.fleet() if fleet is None else fleet
     warn_of_mistakes(fleet, settings)
     router = make_router(settings, random.Random())
-    admission = make_admission(settings, router)
+    admission = make_admission(settings, router, claims_until=claims_until)
+    admission.term = term
     ended_peers = EndedPeers(lambda: pool, timeout_s=settings.probe_timeout_s)
 
     def on_ended(epoch: str, why: str) -> None:
@@ -177,7 +190,6 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         descriptors=descriptors,
         memory=memory,
     )
-    elsewhere = Elsewhere()
     metrics, recent = Metrics(sources, elsewhere=elsewhere), Recent()
     lag = LoopLag(metrics.loop_lagged)
     tracing, keys = make_tracing(settings.otlp_endpoint), ApiKeys(settings.api_keys, settings.api_keys_file)
@@ -562,7 +574,9 @@ def http_client(settings: Settings, descriptors: DescriptorBudget | None = None)
     return make
 
 
-def make_admission(settings: Settings, router: Router, clock: Clock = time.monotonic) -> Admission:
+def make_admission(
+    settings: Settings, router: Router, clock: Clock = time.monotonic, *, claims_until: float = -math.inf
+) -> Admission:
     """Returns the admission, made by the options that say which requests may wait and which may go first."""
     kernel = Kernel(
         router,
@@ -570,6 +584,7 @@ def make_admission(settings: Settings, router: Router, clock: Clock = time.monot
         max_queue=settings.max_queue,
         concurrent_pages=settings.concurrent_pages,
         is_limited=settings.admission,
+        claims_until=claims_until,
     )
     return Admission(kernel, clock=clock)
 

@@ -142,9 +142,12 @@ class Account:
     `is_limited` False the account grants everything and keeps the ledger all the same. A lease of more than
     `concurrent` pages runs alone.
 
-    Mutable state: the capacity; the pages held, and by whom; foreign pages, which the engine says are in use beyond
-    those held, and what the look before said; the number that was held when the limit fell below it, until that has
-    drained; counts.
+    Before the time `sure_at` nothing is granted: others may hold pages until then that they claim later. The first look
+    that begins after it tells what remains in use by nobody who is known.
+
+    Mutable state: the capacity; the pages held, and by whom; whether that first look has come; foreign pages, which the
+    engine says are in use beyond those held, and what the look before said; the number that was held when the limit
+    fell below it, until that has drained; counts.
     """
 
     __slots__ = (
@@ -153,11 +156,13 @@ class Account:
         "_inherited",
         "_is_limited",
         "_last_excess",
+        "_sure_at",
         "capacity",
         "drain",
         "foreign",
         "granted_total",
         "held",
+        "is_sure",
         "leases",
         "limit",
         "num_abandoned",
@@ -171,7 +176,14 @@ class Account:
     )
 
     def __init__(
-        self, place: Place, capacity: int, now: float, *, concurrent: int | None = None, is_limited: bool = True
+        self,
+        place: Place,
+        capacity: int,
+        now: float,
+        *,
+        concurrent: int | None = None,
+        is_limited: bool = True,
+        sure_at: float = -inf,
     ) -> None:
         if capacity < 1 or (concurrent is not None and concurrent < 1):
             raise ValueError(f"no room for a page: capacity {capacity}, concurrent {concurrent}")
@@ -179,6 +191,8 @@ class Account:
         self.capacity = capacity
         self._concurrent = concurrent
         self._is_limited = is_limited
+        self._sure_at = sure_at
+        self.is_sure = sure_at == -inf
         self.held = 0
         self.granted_total = 0
         self.leases: dict[Lease, None] = {}
@@ -217,9 +231,11 @@ class Account:
 
     def fits(self, pages: int) -> bool:
         """Tells whether so many pages are free now."""
-        if not self._is_limited or pages == 0 or self.held + pages <= self.limit:
+        if not self._is_limited or pages == 0:
             return True
-        return self.held == 0 and pages <= self.capacity - self.foreign
+        if not self.is_sure:
+            return False
+        return self.held + pages <= self.limit or (self.held == 0 and pages <= self.capacity - self.foreign)
 
     def excess(self, pages: int) -> int:
         """Returns how many pages must come back before `pages` are free; 0 where they are free already."""
@@ -238,6 +254,14 @@ class Account:
         self.held += pages
         if self.place.watched_by:
             self.place.touch()
+        return lease
+
+    def claim(self, attempt: str, pages: int, now: float) -> Lease:
+        """Returns a lease of pages that the attempt held before this account was kept here. They may be more than there
+        is room for, because they were counted as foreign."""
+        lease = self.issue(attempt, pages, now)
+        if self.held > self.limit:
+            self._inherited = self.held
         return lease
 
     def take_back(self, lease: Lease, evidence: Evidence, now: float) -> bool:
@@ -289,15 +313,17 @@ class Account:
         now: float = 0.0,
         returned_before: int | None = None,
         lease_s: float = 0.0,
+        asked_at: float = inf,
     ) -> bool:
-        """Takes the engine's own numbers at this look. Returns whether the limit changed. Raises `ValueError` for a
-        `capacity` below 1.
+        """Takes the engine's own numbers at this look, which began at `asked_at`. Returns whether anything else fits
+        than before. Raises `ValueError` for a `capacity` below 1.
 
         `occupied` is None where the engine does not say it. `returned_before` is `returned_total` as it was when the
         look began: pages that were held at any moment since then count as held.
 
         Pages in use beyond those held belong to somebody else: to another proxy, or to this proxy before its restart.
-        The first look at a process counts at once, because this proxy holds nothing there yet. The process which left
+        The first look at a process counts at once. Of the pages held, which are claims then, only those count that are
+        certainly filled: others could hide pages of somebody who claims nothing. The process which left
         these pages there must have lost them within `lease_s` seconds after that look. During this time they come off
         by proof only, so that leased pages which are not filled yet do not hide them. Later they lower the limit as
         long as two looks in a row find them. One look alone may come between the evidence and the moment at which the
@@ -305,13 +331,16 @@ class Account:
         """
         if capacity < 1:
             raise ValueError(f"a memory for KV has at least one page, not {capacity}")
-        before = self.limit
+        before = (self.limit, self.is_sure)
         self.capacity, self.occupied = capacity, occupied
-        if occupied is None:
+        becomes_sure = not self.is_sure and asked_at >= self._sure_at
+        self.is_sure = self.is_sure or becomes_sure
+        if occupied is None or not self.is_sure:
             self.foreign, self._last_excess = 0, None
         else:
             returned = self.returned_total if returned_before is None else returned_before
-            excess = min(max(0, occupied - (self.granted_total - returned)), capacity)
+            ours = self._num_filled if becomes_sure else self.granted_total - returned
+            excess = min(max(0, occupied - ours), capacity)
             last, self._last_excess = self._last_excess, excess
             if last is None:
                 self.foreign, self._found_until = excess, now + lease_s
@@ -319,7 +348,7 @@ class Account:
                 unproven = min(self.foreign, occupied - self._num_filled) if now < self._found_until else 0
                 self.foreign = max(min(excess, last), unproven)
         self._set_limit()
-        return self.limit != before
+        return (self.limit, self.is_sure) != before
 
     @property
     def _num_filled(self) -> int:

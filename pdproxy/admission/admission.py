@@ -15,7 +15,7 @@ from math import inf
 from typing import Any
 
 from pdproxy.admission.account import Lease, Place
-from pdproxy.admission.custody import Evidence, Way
+from pdproxy.admission.custody import Custody, Evidence, Way
 from pdproxy.admission.grant import Grant, Granted, OpenPlaces, Settled
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
@@ -122,6 +122,8 @@ class Admission:
         self.orphans_changed = asyncio.Event()
         self.is_remote = False
         """True where another process admits, and answers for leases if this one ends."""
+        self.term: int | None = None
+        """The term of the leader that admits; None where there are no terms."""
         self.on_settled: Callable[[Lease], object] = lambda lease: None
         """The function that is called with an orphan whose pages have come back. It must not raise."""
 
@@ -226,8 +228,13 @@ class Admission:
 
     def sent(self, lease: Lease, guard: Callable[[], Any]) -> None:
         """Takes note that something is about to be sent for the lease. `guard` returns the errand which would free its
-        pages if this process ended now; None where there is none. Only an admission that `is_remote` has to be told.
+        pages if this process ended now; None where there is none. Only an admission that `is_remote` has to be told. It
+        raises `NotReady` where nothing must be sent.
         """
+
+    def claim(self, place: Place, attempt: str, pages: int, custody: Custody) -> Lease:
+        """Returns a lease of pages that `attempt` holds already. Raises as `Kernel.claim` does."""
+        return self.kernel.claim(place, attempt, pages, custody, self._clock())
 
     def shrink(self, lease: Lease, pages: int) -> None:
         """Keeps only `pages` of the lease, if it has more, and wakes the waiters that may go then."""

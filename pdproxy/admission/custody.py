@@ -72,6 +72,14 @@ CUSTODY_STEPS: Mapping[Custody, frozenset[Custody]] = {
 """The states to which each state may lead. The steps to ``RETURNED`` need evidence."""
 
 
+STEPS_TO: Mapping[Custody, tuple[Custody, ...]] = {
+    _RESERVED: (),
+    _FILLING: (_FILLING,),
+    _READY: (_FILLING, _READY),
+}
+"""The steps that lead from ``RESERVED`` to each state of pages that a request answers for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """A `Way` says how an orphan's pages become free. `errand` is a call that makes the engine drop them, or None; this

@@ -32,7 +32,7 @@ from math import inf
 from operator import attrgetter
 
 from pdproxy.admission.account import Account, Lease, Place
-from pdproxy.admission.custody import Custody, Evidence, Way
+from pdproxy.admission.custody import STEPS_TO, Custody, Evidence, Way
 from pdproxy.admission.grant import Chooser, Effect, Grant, Granted, Holders, OpenPlaces, Refused, Settled
 from pdproxy.admission.line import Demand, Line
 from pdproxy.admission.orphans import Orphans
@@ -76,13 +76,16 @@ class Kernel:
         max_queue: int = 1024,
         concurrent_pages: int | None = None,
         is_limited: bool = True,
+        claims_until: float = -inf,
     ) -> None:
+        """Grants no pages before the time `claims_until`, until which others may claim what they hold."""
         self._chooser = chooser
         self._max_overtakes = max_overtakes
         self._max_passes = max_passes
         self._max_queue = max_queue
         self._concurrent_pages = concurrent_pages
         self._is_limited = is_limited
+        self._claims_until = claims_until
         # State: the places; which of them are open for each model asked for and which have an account, as long as
         # nothing about that changes; those that open by themselves, and when; who waits, by model; who has been passed
         # often enough, and the accounts that are saved up for them; places that have to be looked at before the
@@ -641,10 +644,15 @@ class Kernel:
         if capacity:
             if place.account is None:
                 place.account = Account(
-                    place, capacity, now, concurrent=self._concurrent_pages, is_limited=self._is_limited
+                    place,
+                    capacity,
+                    now,
+                    concurrent=self._concurrent_pages,
+                    is_limited=self._is_limited,
+                    sure_at=self._claims_until,
                 )
                 is_resized = True
-            is_resized = place.account.heard(capacity, occupied, now, returned_before, lease_s) or is_resized
+            is_resized = place.account.heard(capacity, occupied, now, returned_before, lease_s, asked_at) or is_resized
         if place.account is not None:
             self._expire_orphans(place.account, asked_at, now)
         self.orphans.heard(place, now)
@@ -735,6 +743,16 @@ class Kernel:
             self._changed.pop(place, None)
 
     # ── custody ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def claim(self, place: Place, attempt: str, pages: int, custody: Custody, now: float) -> Lease:
+        """Returns a lease of the pages that `attempt` holds at the process there, in the state `custody`, since another
+        kernel granted them. Raises `ValueError` where no account is kept there."""
+        if place.account is None:
+            raise ValueError(f"no account is kept of the pages of {place.name}")
+        lease = place.account.claim(attempt, pages, now)
+        for step in STEPS_TO[custody]:
+            lease.step(step)
+        return lease
 
     def free(self, lease: Lease, evidence: Evidence, now: float) -> bool:
         """Frees the lease's pages; this is their only way back. Returns False, and changes nothing, where they came

@@ -9,6 +9,7 @@ from transfer.command_line import settings_help
 
 SECTIONS = {
     "config": "The file, and where the proxy listens",
+    "coordinator": "Replicas",
     "instances": "The fleet",
     "first_token": "What is special about some engines",
     "prefill_policy": "Who gets a request",

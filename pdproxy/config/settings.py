@@ -88,6 +88,24 @@ class Settings(BaseSettings):
     port: Port = setting(9100, "Port to serve on")
     workers: Workers = setting(1, "Processes that carry the traffic, or auto: one for each core but one")
 
+    coordinator: str | None = setting(
+        None,
+        "Store by which replicas of this proxy agree who admits: redis://HOST:PORT, rediss://, etcd://HOST:PORT or "
+        "etcds://",
+        repr=False,
+    )
+    fleet_name: str = setting(
+        "default", "Name of the fleet in the store; replicas of one fleet have the same", pattern=r"^[\w.-]{1,64}$"
+    )
+    replica_host: str | None = setting(
+        None, "Address at which other replicas reach this one; default: the one that this machine has towards the store"
+    )
+    replica_port: Port = setting(0, "Port at which other replicas reach this one; 0 takes a free one")
+    replica_certfile: Path | None = setting(None, "Certificate (PEM) that this replica shows to others: encrypt")
+    replica_keyfile: Path | None = setting(None, "Private key of that certificate")
+    replica_cafile: Path | None = setting(None, "Certificates (PEM) of which one must have signed the others'")
+    term_s: Seconds = setting(12.0, "Longest time without anybody who admits, when the replica that did has gone")
+
     instances: CliSuppress[tuple[InstanceSettings, ...]] = setting((), "Instances by name (file only)")
     prefill: CommaList = setting((), "Addresses of the prefillers")
     decode: CommaList = setting((), "Addresses of the decoders")

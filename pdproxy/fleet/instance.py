@@ -110,6 +110,10 @@ class Reliance:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(SILENT_S, self._look, self._limit.due_at)
 
+    def cut(self, error: Exception) -> None:
+        """Raises `error` in the block."""
+        self._limit.wait(0.0, error)
+
     def _look(self, due_at: float) -> None:
         self._timer = None
         if self._instance.is_up:

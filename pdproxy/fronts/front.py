@@ -210,9 +210,14 @@ def assemble_front(
             present={"status": status.present(), "traffic": traffic.present(), "metrics": metrics.present()},
         )
 
+    def listed() -> None:
+        mirror.listed()
+        admission.listed()
+
     link.front = front
     channel.handlers = {
         messages.Joined: mirror.joined,
+        messages.Listed: lambda message: listed(),
         messages.Left: mirror.left,
         messages.Facts: mirror.facts,
         messages.State: mirror.state,

@@ -1,8 +1,9 @@
 """The admission of a front, whose requests are admitted by the leader.
 
 What must hold: every page that the leader has granted to this front is held by a lease here, or its return is on its
-way; and a lease comes back here by the same evidence as there. A violation would be seen as pages that the leader holds
-for ever, or as a lease that is freed twice.
+way; and a lease comes back here by the same evidence as there. Nothing is sent to an engine for a lease unless a leader
+answers for it at that moment. A violation would be seen as pages that the leader holds for ever, as a lease that is
+freed twice, or as a page that two attempts fill.
 
 A front keeps a ledger of its own, of what it holds itself, by the same kernel: so the custody of a lease, and what
 counts as proof, are the same everywhere. It decides nothing about whose turn it is.
@@ -18,7 +19,7 @@ from typing import Any
 
 from pdproxy.admission.account import Lease, Place
 from pdproxy.admission.admission import Admission, Waiter, note_bound
-from pdproxy.admission.custody import Custody, Evidence, Way
+from pdproxy.admission.custody import PROOFS, Custody, Evidence, Way
 from pdproxy.admission.grant import Grant
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
@@ -39,11 +40,48 @@ MAX_UNSENT_BYTES = 16 << 20
 Send = Callable[[Any], None]
 
 
+class Held:
+    """`Held` is what an attempt holds and uses that was granted: as much as a leader must know that has not granted it.
+
+    Mutable state: the lease, if there is one; the term in which a leader has heard of it; for which of its two places
+    it still has a use; the errand that frees its pages if this front ends; how it was abandoned, and when.
+    """
+
+    __slots__ = (
+        "abandoned",
+        "abandoned_at",
+        "guard",
+        "lease",
+        "model",
+        "owner",
+        "peer",
+        "term",
+        "uses_owner",
+        "uses_peer",
+    )
+
+    def __init__(self, model: str | None, owner: Any, peer: Any, lease: Lease | None, term: int | None) -> None:
+        self.model = model
+        self.owner = owner
+        self.peer = peer
+        self.lease = lease
+        self.term = term
+        self.uses_owner = self.uses_peer = True
+        self.guard: messages.Errand | None = None
+        self.abandoned: messages.Abandon | None = None
+        self.abandoned_at = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return not (self.uses_owner or self.uses_peer) and (self.lease is None or self.lease.is_returned)
+
+
 class FrontAdmission(Admission):
     """`FrontAdmission` asks the leader for every grant, with `send`, and tells it of every lease.
 
-    Mutable state, besides that of `Admission`: whether there is a leader; the demands that wait, by attempt; the leases
-    that are held, by attempt; the numbers of owners' shapes, as the leader has told them.
+    Mutable state, besides that of `Admission`: whether there is a leader that knows this front; the demands that wait,
+    by attempt; what was granted and is not over, by attempt; the numbers of owners' shapes, as the leader has told
+    them.
     """
 
     def __init__(
@@ -53,32 +91,48 @@ class FrontAdmission(Admission):
         send: Send,
         *,
         num_unsent_bytes: Callable[[], int] = int,
+        is_held: Callable[[], bool] = lambda: True,
+        patience_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes `num_unsent_bytes`, which returns how much of what was sent the leader has not taken yet."""
+        """Takes `num_unsent_bytes`, which returns how much of what was sent the leader has not taken yet; and
+        `is_held`, which tells whether a leader answers for this front's leases at this moment. Where one leader may
+        follow another, demands wait for the next one for `patience_s` seconds."""
         super().__init__(kernel, clock=clock)
         self._router = router
         self._send = send
         self._num_unsent_bytes = num_unsent_bytes
+        self._is_held = is_held
+        self._patience_s = patience_s
+        self._is_known = patience_s is None
         self.is_remote = True
-        self.has_leader = True
         self._asked: dict[str, Demand] = {}
-        self._leases: dict[str, Lease] = {}
+        self._held: dict[str, Held] = {}
         self.shapes: dict[int, Hashable] = {}
+
+    @property
+    def has_leader(self) -> bool:
+        """Tells whether there is a leader that knows of this front, and has answered in time."""
+        return self._is_known and self._is_held()
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind_now(self, demand: Demand) -> Grant | None:
         """Asks the leader. Returns None: the caller must await `wait` in the same instant. Raises `NotReady` where
-        there is no leader, or where it has not taken for long what it was told."""
-        if not self.has_leader:
+        there will be no leader any more, or where it has not taken for long what it was told."""
+        has_leader = self.has_leader
+        if not has_leader and self._patience_s is None:
             raise no_leader()
         if self._num_unsent_bytes() > MAX_UNSENT_BYTES:
             message = "the process that admits requests does not answer; try again later"
             raise NotReady(message, retry_after_s=RETRY_AFTER_S)
         loop, now = asyncio.get_running_loop(), self._clock()
-        self._ask(demand, now, is_again=demand.is_again)
         waiter = self._waiters[demand] = Waiter(loop.create_future())
+        if has_leader:
+            self._ask(demand, now, is_again=demand.is_again)
+        else:
+            self._asked[demand.attempt] = demand  # and asks the next one
+            self._await_leader(demand, waiter)
         if demand.deadline < inf:
             waiter.timers.append(loop.call_later(demand.deadline - now + SILENCE_S, self._give_up, demand))
         return None
@@ -101,6 +155,17 @@ class FrontAdmission(Admission):
                 hints.key,
             )
         )
+
+    def _await_leader(self, demand: Demand, waiter: Waiter) -> None:
+        assert self._patience_s is not None
+        timer = asyncio.get_running_loop().call_later(self._patience_s, self._lose_patience, demand)
+        waiter.timers.append(timer)
+
+    def _lose_patience(self, demand: Demand) -> None:
+        """Refuses a demand that no leader has heard of in time."""
+        if not self.has_leader and demand in self._waiters:
+            self._cancel(demand)
+            self._end(demand, no_leader())
 
     def _give_up(self, demand: Demand) -> None:
         """Refuses a demand whose time is long over, because the leader does not answer."""
@@ -140,17 +205,17 @@ class FrontAdmission(Admission):
             if demand is not None:
                 self._ask(demand, self._clock(), is_again=True)
             return
-        leases: tuple[Lease, ...] = ()
+        lease: Lease | None = None
         if pages:
             account = owner.account
             assert account is not None
-            lease = self._leases[attempt] = account.issue(attempt, pages, self._clock())
-            leases = (lease,)
+            lease = account.issue(attempt, pages, self._clock())
+        self._held[attempt] = Held(demand.model, owner, peer, lease, self.term)
         waiter = self._waiters.pop(demand)
-        waiter.grant = grant = Grant(demand, owner, peer, leases)
+        waiter.grant = grant = Grant(demand, owner, peer, () if lease is None else (lease,))
         note_bound(grant)
-        if leases and wanted is not None:
-            self.shrink(leases[0], wanted)  # more were granted where the leader did not know how many it takes
+        if lease is not None and wanted is not None:
+            self.shrink(lease, wanted)  # more were granted where the leader did not know how many it takes
         waiter.wake()
 
     def refused(self, attempt: str, error: ProxyError) -> None:
@@ -160,10 +225,16 @@ class FrontAdmission(Admission):
             self._end(demand, error)
 
     def settled(self, attempt: str, evidence: Evidence) -> None:
-        """Notes that the pages of an abandoned attempt have come back to the leader."""
-        lease = self._leases.pop(attempt, None)
-        if lease is not None:
-            super().free(lease, evidence)
+        """Notes that the pages of an attempt have come back to the leader: by this evidence where it was abandoned.
+        Else the leader took this front for gone, and the pages are no longer this attempt's."""
+        held = self._held.get(attempt)
+        if held is None:
+            return
+        lease = held.lease
+        if lease is not None and not lease.is_returned:
+            is_proof = evidence in PROOFS[lease.custody]
+            super().free(lease, evidence if is_proof else Evidence.INCARNATION_ENDED)
+        self._forget_if_over(attempt, held)
 
     def learned(self, number: int, shape: Hashable) -> None:
         """Notes that an owner has the shape of this `number`, perhaps a new one. Tells of the demands that wait how
@@ -174,10 +245,66 @@ class FrontAdmission(Admission):
         for attempt, demand in self._asked.items():
             self._send(messages.Resize(attempt, {number: demand.pages_at(shape)}))
 
+    # ── another leader ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, term: int) -> None:
+        """Notes that a leader is reached which knows nothing of this front. It tells of the fleet first."""
+        self.term = term
+        self._is_known = False
+        self.shapes.clear()
+
+    def listed(self) -> None:
+        """Tells the leader, which has told of the whole fleet, what this front holds and who waits."""
+        self._is_known = True
+        now = self._clock()
+        for attempt, held in list(self._held.items()):
+            self._claim(attempt, held, now)
+        for demand in self._asked.values():
+            self._ask(demand, now, is_again=True)
+
+    def _claim(self, attempt: str, held: Held, now: float) -> None:
+        lease, abandoned = held.lease, held.abandoned
+        if lease is not None and lease.is_returned:
+            lease = None
+        if held.owner.number == 0 or held.peer.number == 0:
+            # This leader has another fleet. It can do nothing about what lies there, and neither can this front.
+            if lease is not None and abandoned is not None:
+                self._hand_over(lease)
+            return
+        custody = Custody.RESERVED if lease is None else lease.custody
+        self._send(
+            messages.Claim(
+                attempt,
+                held.model,
+                held.term,
+                held.owner.number,
+                held.peer.number,
+                held.uses_owner,
+                held.uses_peer,
+                held.owner.epoch,
+                0 if lease is None else lease.pages,
+                custody if abandoned is None else abandoned.custody,
+                held.guard,
+            )
+        )
+        held.term = self.term
+        if lease is not None and abandoned is not None:
+            passed_s = now - held.abandoned_at
+            abandoned.not_before_s = max(0.0, abandoned.not_before_s - passed_s)
+            abandoned.over_after_s = max(0.0, abandoned.over_after_s - passed_s)
+            held.abandoned_at = now
+            self._send(abandoned)
+
+    def lapse(self) -> None:
+        """Takes note that no leader has answered for so long that this front may be taken for gone. Those who wait do
+        so for the next leader."""
+        for demand in self._asked.values():
+            self._await_leader(demand, self._waiters[demand])
+
     def lose_leader(self) -> None:
-        """Refuses all who wait: nobody can admit them any more. What is under way goes on. Whoever leads next answers
+        """Refuses all who wait: nobody will admit them any more. What is under way goes on. Whoever leads next answers
         for what was abandoned."""
-        self.has_leader = False
+        self._is_known, self._patience_s = False, None
         for lease in list(self.kernel.orphans):
             self._hand_over(lease)
         waiting = list(self._asked.values())
@@ -187,20 +314,28 @@ class FrontAdmission(Admission):
 
     def _hand_over(self, lease: Lease) -> None:
         """Forgets an orphan, because this front can neither hear of it nor do anything about it."""
-        self._leases.pop(lease.attempt, None)
+        self._held.pop(lease.attempt, None)
         super().free(lease, Evidence.INCARNATION_ENDED)
 
     # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def sent(self, lease: Lease, guard: Callable[[], Any]) -> None:
+        """Tells the leader. Raises `NotReady` where none has answered for so long that the pages may be another's."""
+        if not self._is_held():
+            raise no_leader()
         errand = guard()
-        self._send(messages.Sent(lease.attempt, None if errand is None else _errand(errand)))
+        message = messages.Sent(lease.attempt, None if errand is None else _errand(errand))
+        if (held := self._held.get(lease.attempt)) is not None:
+            held.guard = message.guard
+        self._send(message)
 
     def free(self, lease: Lease, evidence: Evidence) -> None:
         custody = lease.custody
         super().free(lease, evidence)
-        if self._leases.pop(lease.attempt, None) is not None and custody is not Custody.RETURNED:
+        held = self._held.get(lease.attempt)
+        if held is not None and custody is not Custody.RETURNED:
             self._send(messages.Free(lease.attempt, custody, evidence))
+            self._forget_if_over(lease.attempt, held)
 
     def shrink(self, lease: Lease, pages: int) -> None:
         if pages < lease.pages:
@@ -210,41 +345,54 @@ class FrontAdmission(Admission):
     def abandon(self, lease: Lease, way: Way) -> None:
         custody = lease.custody
         super().abandon(lease, way)
-        if not self.has_leader:
+        if not self._is_known and self._patience_s is None:
             self._hand_over(lease)
             return
-        self._send(
-            messages.Abandon(
-                lease.attempt,
-                custody,
-                _errand(way.errand) if isinstance(way.errand, ReleaseCall) else None,
-                way.not_before_s,
-                way.over_after_s,
-                way.settles_after_s,
-                way.is_closing,
-            )
+        message = messages.Abandon(
+            lease.attempt,
+            custody,
+            _errand(way.errand) if isinstance(way.errand, ReleaseCall) else None,
+            way.not_before_s,
+            way.over_after_s,
+            way.settles_after_s,
+            way.is_closing,
         )
+        if (held := self._held.get(lease.attempt)) is not None:
+            held.abandoned, held.abandoned_at = message, self._clock()
+        self._send(message)
 
     def hurry(self, lease: Lease) -> None:
+        held = self._held.get(lease.attempt)
+        if held is not None and held.abandoned is not None:
+            held.abandoned.not_before_s = 0.0
         self._send(messages.Hurry(lease.attempt))
+
+    def unbound(self, attempt: str, *, is_owner: bool) -> None:
+        """Takes note that the attempt has no use any more for one of its two places."""
+        self._send(messages.Unbound(attempt, is_owner))
+        held = self._held.get(attempt)
+        if held is not None:
+            if is_owner:
+                held.uses_owner = False
+            else:
+                held.uses_peer = False
+            self._forget_if_over(attempt, held)
+
+    def _forget_if_over(self, attempt: str, held: Held) -> None:
+        if held.is_over:
+            self._held.pop(attempt, None)
 
     def take_due(self) -> tuple[list[Job], float]:
         """Returns nothing to do: the leader's reaper sees to orphans."""
         return [], inf
-
-    def forget(self, attempt: str) -> None:
-        """Forgets the attempt, whose request is over, where its pages came back by themselves with their process."""
-        lease = self._leases.get(attempt)
-        if lease is not None and lease.is_returned:
-            del self._leases[attempt]
 
     @property
     def num_waiting(self) -> int:
         return len(self._asked)
 
     @property
-    def num_leases(self) -> int:
-        return len(self._leases)
+    def num_held(self) -> int:
+        return len(self._held)
 
 
 def no_leader() -> NotReady:

@@ -16,9 +16,11 @@ from functools import partial
 from math import inf
 from typing import Any
 
+import msgspec
+
 from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
-from pdproxy.admission.custody import Custody, Evidence, Way
+from pdproxy.admission.custody import PROOFS, STEPS_TO, Custody, Evidence, Way
 from pdproxy.admission.grant import Grant
 from pdproxy.admission.line import Demand
 from pdproxy.engines.adapter import Call, ReleaseCall
@@ -32,18 +34,11 @@ from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fronts import messages
 from pdproxy.fronts.channel import Handlers
 from pdproxy.orchestrator.reaper import Reaper
+from transfer import wire
 
 log = logging.getLogger(__name__)
 
-_ORPHANED, _RESERVED, _FILLING, _READY, _RETURNED = (
-    Custody.ORPHANED,
-    Custody.RESERVED,
-    Custody.FILLING,
-    Custody.READY,
-    Custody.RETURNED,
-)
-_STEPS: Mapping[Custody, tuple[Custody, ...]] = {_RESERVED: (), _FILLING: (_FILLING,), _READY: (_FILLING, _READY)}
-"""The steps, from ``RESERVED`` on, that lead to each state of custody."""
+_ORPHANED, _FILLING, _RETURNED = Custody.ORPHANED, Custody.FILLING, Custody.RETURNED
 
 ERRORS: Mapping[str, type[ProxyError]] = {kind.__name__: kind for kind in (NotReady, QueueFull, QueueTimeout)}
 """The errors with which a demand is refused, by name. `NeverFits` has numbers of its own."""
@@ -154,22 +149,20 @@ class _Leg:
 class Session:
     """`Session` is one front, as the leader knows it. `send` reaches it.
 
-    Mutable state: its attempts by id; its legs under way, by place and number; the prompt tokens that wait for their
-    prefill, by instance; what it was told last of each instance.
+    Mutable state: its attempts by id; what was said of attempts whose pages it claims, as long as their owner has not
+    been heard of; its legs under way, by place and number; the prompt tokens that wait for their prefill, by instance;
+    what it was told last of each instance.
     """
 
     def __init__(self, hub: Hub, send: Send) -> None:
         self._hub = hub
         self._send = send
+        self._early: dict[str, list[Any]] = {}
         self._attempts: dict[str, FrontAttempt] = {}
         self._legs: dict[tuple[int, int], _Leg] = {}
         self._queued: dict[Instance, int] = {}
         self._told: dict[int, tuple[Any, Any, Any]] = {}
-
-    @property
-    def handlers(self) -> Handlers:
-        """The functions that take what the front says."""
-        return {
+        self.handlers: Handlers = {
             messages.Ask: self.ask,
             messages.Cancel: self.cancel,
             messages.Resize: self.resize,
@@ -185,7 +178,9 @@ class Session:
             messages.Suspect: self.suspect,
             messages.Blame: self.blame,
             messages.Wanted: self.wanted,
+            messages.Claim: self.claim,
         }
+        """The functions that take what the front says."""
 
     # ── what it is told ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -214,6 +209,10 @@ class Session:
     def forget(self, place: int) -> None:
         """Notes that an instance has been let go."""
         self._told.pop(place, None)
+
+    def pass_on(self, frame: bytes) -> None:
+        """Tells a KV signal, which may be for this front."""
+        self._send(messages.Signal(frame))
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -258,6 +257,8 @@ class Session:
             return
         attempt.grant = grant
         attempt.bound = {True, False}
+        if not hub.may_grant():
+            return  # this process stood still for long: another may lead by now, and knows nothing of this grant
         hub.tell_news()  # so that the front knows the two as the kernel did
         pages = grant.leases[0].pages if grant.leases else 0
         self._send(messages.Granted(attempt.id, hub.place_of(grant.owner), hub.place_of(grant.peer), pages))
@@ -279,38 +280,98 @@ class Session:
 
     # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def sent(self, message: messages.Sent) -> None:
-        """Notes that an attempt's pages may be filled from now on."""
-        attempt = self._attempts.get(message.attempt)
-        if attempt is None or not attempt.has_lease:
+    def claim(self, message: messages.Claim) -> None:
+        """Takes in an attempt that another leader has granted. Pages that this leader has granted itself are this
+        front's no longer: it was taken for gone in between."""
+        owner, peer = self._hub.at(message.owner), self._hub.at(message.peer)
+        if owner is None or peer is None:
+            return
+        demand = Demand(message.attempt, message.model, lambda shape: None, age=self._hub.admission.now(), deadline=inf)
+        attempt = self._attempts[message.attempt] = FrontAttempt(demand, self._settled)
+        attempt.grant = Grant(demand, owner, peer, ())
+        for is_owner, place, is_used in ((True, owner, message.uses_owner), (False, peer, message.uses_peer)):
+            if is_used:
+                place.bound()
+                attempt.bound.add(is_owner)
+        if not message.pages:
+            self._forget_if_over(attempt)
+        elif message.term == self._hub.term:
+            self._take(attempt)
+        elif owner.account is None:  # it is not known yet which process is there
+            self._early[message.attempt] = [message]
+            self._hub.await_owner(owner, self)
+        else:
+            self._claim_pages(attempt, message)
+
+    def _claim_pages(self, attempt: FrontAttempt, message: messages.Claim) -> None:
+        assert attempt.grant is not None
+        owner: Instance = attempt.grant.owner
+        if owner.epoch != message.epoch:
+            self._take(attempt)  # with that process the pages have gone
             return
         if message.guard is not None:
             attempt.guard = _release_call(message.guard)
-        if attempt.lease.custody is _RESERVED:
-            attempt.lease.step(_FILLING)
+        lease = self._hub.admission.claim(owner, attempt.id, message.pages, Custody(message.custody))
+        attempt.grant.leases = (lease,)
+
+    def _take(self, attempt: FrontAttempt) -> None:
+        """Tells the front that an attempt has no pages any more."""
+        self._send(messages.Settled(attempt.id, Evidence.INCARNATION_ENDED))
+        self._forget_if_over(attempt)
+
+    def owner_heard(self, owner: Instance) -> None:
+        """Takes up what was said of attempts whose pages are in a process that is known from now on."""
+        for name, early in list(self._early.items()):
+            attempt = self._attempts.get(name)
+            if attempt is None or attempt.grant is None:
+                del self._early[name]
+            elif attempt.grant.owner is owner:
+                del self._early[name]
+                self._claim_pages(attempt, early[0])
+                for message in early[1:]:
+                    self.handlers[type(message)](message)
+                self._forget_if_over(attempt)
+
+    def _is_early(self, message: Any) -> bool:
+        """Keeps a message on pages that cannot be claimed yet. Returns whether it did."""
+        if not self._early or message.attempt not in self._early:
+            return False
+        self._early[message.attempt].append(message)
+        return True
+
+    def sent(self, message: messages.Sent) -> None:
+        """Notes that an attempt's pages may be filled from now on."""
+        attempt = self._attempts.get(message.attempt)
+        if self._is_early(message) or attempt is None or not attempt.has_lease:
+            return
+        if message.guard is not None:
+            attempt.guard = _release_call(message.guard)
+        _advance(attempt.lease, _FILLING)
 
     def shrink(self, message: messages.Shrink) -> None:
         """Notes that an attempt takes fewer pages than were granted."""
         attempt = self._attempts.get(message.attempt)
-        if attempt is not None and attempt.has_lease:
+        if not self._is_early(message) and attempt is not None and attempt.has_lease:
             self._hub.admission.shrink(attempt.lease, max(0, message.pages))
 
     def free(self, message: messages.Free) -> None:
         """Frees an attempt's pages by what the front has seen."""
         attempt = self._attempts.get(message.attempt)
-        if attempt is None or not attempt.has_lease:
+        if self._is_early(message) or attempt is None or not attempt.has_lease:
             return
         lease = attempt.lease
         if lease.is_returned:
             return
         _advance(lease, Custody(message.custody))
-        self._hub.admission.free(lease, Evidence(message.evidence))
+        evidence = Evidence(message.evidence)
+        if evidence in PROOFS[lease.custody] or lease.custody is not _ORPHANED:
+            self._hub.admission.free(lease, evidence)
         self._forget_if_over(attempt)
 
     def abandon(self, message: messages.Abandon) -> None:
         """Hands an attempt's pages to the reaper."""
         attempt = self._attempts.get(message.attempt)
-        if attempt is None or not attempt.has_lease or attempt.lease.is_returned:
+        if self._is_early(message) or attempt is None or not attempt.has_lease or attempt.lease.is_returned:
             return
         errand = None if message.errand is None else _release_call(message.errand)
         way = Way(
@@ -331,7 +392,9 @@ class Session:
     def hurry(self, message: messages.Hurry) -> None:
         """Lets an abandoned attempt's errand begin at once."""
         attempt = self._attempts.get(message.attempt)
-        if attempt is not None and attempt.has_lease and attempt.lease.custody is _ORPHANED:
+        if self._is_early(message) or attempt is None or not attempt.has_lease:
+            return
+        if attempt.lease.custody is _ORPHANED:
             self._hub.admission.hurry(attempt.lease)
 
     def _settled(self, attempt: FrontAttempt) -> None:
@@ -355,7 +418,7 @@ class Session:
         place.unbound(attempt.id)
 
     def _forget_if_over(self, attempt: FrontAttempt) -> None:
-        if attempt.is_over:
+        if attempt.is_over and attempt.id not in self._early:
             self._attempts.pop(attempt.id, None)
 
     # ── legs ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -405,7 +468,11 @@ class Session:
         return len(self._attempts)
 
     def close(self) -> None:
-        """Answers for all that the front has left behind. Its connections to engines are closed."""
+        """Answers for all that the front has left behind. Its connections to engines are closed. Idempotent. Does
+        nothing where this process leads no longer: who does is told of the front's attempts, which go on."""
+        if not self._hub.remove(self) or not self._hub.may_grant():
+            return
+        self._early.clear()
         for leg in self._legs.values():
             leg.instance.leg_finished(leg.era, "closed")
         self._legs.clear()
@@ -433,10 +500,23 @@ class Hub:
     """`Hub` serves fronts: it asks the admission for them, and tells them of the fleet.
 
     Mutable state: the fronts; the places, and the instances there; the numbers of shapes; the instances of which
-    there is news; the sizes of demands in line, to which fronts add.
+    there is news; the sizes of demands in line, to which fronts add; the fronts that claim pages of an instance which
+    has not been heard of.
     """
 
-    def __init__(self, pool: Pool, admission: Admission, reaper: Reaper, counts: TokenCounts) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        admission: Admission,
+        reaper: Reaper,
+        counts: TokenCounts,
+        *,
+        term: int | None = None,
+        may_grant: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Takes the term in which it leads, and `may_grant`, which tells whether it leads at this moment."""
+        self.term = term
+        self.may_grant = may_grant
         self.pool = pool
         self.admission = admission
         self.reaper = reaper
@@ -451,6 +531,7 @@ class Hub:
         self._news: dict[Instance, None] = {}
         self._has_left: set[int] = set()
         self._is_due = False
+        self._awaited: dict[Instance, dict[Session, None]] = {}
 
     def open(self, send: Send) -> Session:
         """Returns a session for a front, which is told all there is to know."""
@@ -459,13 +540,12 @@ class Hub:
         self._sessions[session] = None
         for place, instance in self._instances.items():
             session.tell(place, instance)
+        send(messages.Listed())
         return session
 
-    def close(self, session: Session) -> None:
-        """Ends a front's session. Idempotent."""
-        if session in self._sessions:
-            del self._sessions[session]
-            session.close()
+    def remove(self, session: Session) -> bool:
+        """Tells a front nothing more. Returns False where it had been removed before."""
+        return self._sessions.pop(session, self) is None
 
     # ── the fleet ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -493,7 +573,21 @@ class Hub:
                 for session in self._sessions:
                     session.left(place)
 
+    def await_owner(self, owner: Instance, session: Session) -> None:
+        """Has the session told when the process of an instance is known."""
+        self._awaited.setdefault(owner, {})[session] = None
+
+    def pass_on(self, told: wire.AnySignal) -> bool:
+        """Passes a KV signal on to all fronts. Returns True."""
+        frame = msgspec.msgpack.encode(told)
+        for session in self._sessions:
+            session.pass_on(frame)
+        return True
+
     def _note(self, instance: Instance) -> None:
+        if self._awaited and instance.account is not None:
+            for session in self._awaited.pop(instance, ()):
+                session.owner_heard(instance)
         self._news[instance] = None
         if not self._is_due:
             self._is_due = True
@@ -573,8 +667,8 @@ def _pages(sizes: Mapping[int, int | None], numbers: Mapping[Any, int], shape: S
 
 def _advance(lease: Lease, custody: Custody) -> None:
     """Takes the steps that the front took and did not tell by themselves."""
-    if lease.custody in _STEPS:
-        for step in _STEPS.get(custody, ())[len(_STEPS[lease.custody]) :]:
+    if lease.custody in STEPS_TO:
+        for step in STEPS_TO.get(custody, ())[len(STEPS_TO[lease.custody]) :]:
             lease.step(step)
 
 

@@ -173,6 +173,24 @@ class Report(_Message, tag=17):
     figures: Figures
 
 
+class Claim(_Message, tag=18):
+    """An attempt goes on that another leader bound to these two places. It has a use for the owner, its peer or both,
+    and holds `pages` of the owner's process `epoch`, or none. `guard` is as in `Sent`."""
+
+    attempt: str
+    model: str | None
+    term: int | None
+    """The term in which it was bound, or claimed last."""
+    owner: int
+    peer: int
+    uses_owner: bool
+    uses_peer: bool
+    epoch: str | None
+    pages: int
+    custody: str
+    guard: Errand | None
+
+
 class Serving(_Message, tag=19):
     """The front takes clients from now on."""
 
@@ -188,6 +206,23 @@ class Welcome(_Message, tag=32):
     num_fronts: int
     operators: str
     """The path of the Unix socket at which the leader answers what fronts do not."""
+    replica: str | None = None
+    """The name of the replica that the front belongs to, whose leader is told by `Lead`; None where the process that
+    says this is the leader itself."""
+
+
+class Lead(_Message, tag=46):
+    """Another leads from now on, in the term `term`, and takes fronts at `address`. Those who know the `secret` belong
+    to the fleet. A front that it does not hear of for `ttl_s` seconds has gone."""
+
+    term: int
+    address: str
+    secret: str
+    ttl_s: float
+
+
+class Listed(_Message, tag=47):
+    """All instances of the fleet have been told."""
 
 
 class Joined(_Message, tag=33):
@@ -305,12 +340,15 @@ FromFront = (
     | Suspect
     | Blame
     | Wanted
+    | Claim
     | Report
     | Serving
 )
 FromLeader = (
     Welcome
+    | Lead
     | Joined
+    | Listed
     | Facts
     | State
     | Left

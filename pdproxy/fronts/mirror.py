@@ -30,11 +30,12 @@ MakeMirrored = Callable[[InstanceSettings, int], "MirroredInstance"]
 class MirroredInstance(Instance):
     """`MirroredInstance` is an instance that the leader judges. What its legs meet is told to the leader with `send`.
 
-    Mutable state, besides that of `Instance`: the number of the last leg.
+    Mutable state, besides that of `Instance`: the number of its place, which is another one at each leader; the legs
+    under way, by number, with their attempts.
     """
 
     number: int
-    """The instance's place."""
+    """The instance's place; 0 while no leader knows the instance."""
 
     def mirrored_by(self, number: int, send: Send, front: FrontAdmission) -> None:
         """Begins the mirroring of the place `number`. To be called once, before anything else."""
@@ -42,6 +43,7 @@ class MirroredInstance(Instance):
         self._send = send
         self._front = front
         self._legs = itertools.count(1)
+        self._under_way: dict[int, str] = {}
 
     # ── what the leader says ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -89,20 +91,32 @@ class MirroredInstance(Instance):
 
     def unbound(self, attempt: str) -> None:
         super().unbound(attempt)
-        self._send(messages.Unbound(attempt, self.is_owner))
-        if self.is_owner:
-            self._front.forget(attempt)
+        self._front.unbound(attempt, is_owner=self.is_owner)
 
     def leg_started(self, attempt: str = "") -> int:
         self.num_legs += 1
         leg = next(self._legs)
+        self._under_way[leg] = attempt
         self._send(messages.LegStarted(leg, self.number, attempt))
         return leg
 
     def leg_finished(self, era: int, outcome: str) -> None:
         """Notes the end of a leg; `era` is what `leg_started` returned."""
         self.num_legs -= 1
+        self._under_way.pop(era, None)
         self._send(messages.LegFinished(era, self.number, outcome))
+
+    def tell_load(self) -> None:
+        """Tells a leader that knows nothing of it what is under way here."""
+        for leg, attempt in self._under_way.items():
+            self._send(messages.LegStarted(leg, self.number, attempt))
+        if self.queued_tokens:
+            self._send(messages.Queued(self.number, self.queued_tokens))
+
+    def cut_prefills(self, error: Exception) -> None:
+        """Ends with `error` what waits for a prefill here, because nobody answers for its pages any more."""
+        for reliance in list(self.reliances):
+            reliance.cut(error)
 
     def queue(self, num_tokens: int) -> None:
         self.queued_tokens += num_tokens
@@ -127,7 +141,8 @@ class MirroredInstance(Instance):
 class Mirror:
     """`Mirror` keeps a front's `pool` as the leader's is.
 
-    Mutable state: the instances by their places; the shapes by their numbers, which several instances share.
+    Mutable state: the instances by their places; those that a leader before knew and the present one has not told of,
+    by name; the shapes by their numbers, which several instances share.
     """
 
     def __init__(
@@ -139,19 +154,54 @@ class Mirror:
         self._make = make
         self._membership = membership
         self._places: dict[int, MirroredInstance] = {}
+        self._former: dict[str, MirroredInstance] = {}
         self._shapes: dict[int, Shape] = {}
 
+    def begin(self) -> None:
+        """Forgets the numbers of a leader: the next one gives others. Until it has told of an instance, that one is as
+        it was judged last."""
+        for instance in self._places.values():
+            instance.number = 0
+        self._former = {**self._former, **{one.name: one for one in self._places.values()}}
+        self._places = {}
+        self._shapes.clear()
+
     def joined(self, message: messages.Joined) -> None:
-        """Takes in an instance."""
-        instance = self._make(InstanceSettings.model_validate_json(message.settings), message.place)
+        """Takes in an instance, or the number that another leader has given to one that is known."""
+        settings = InstanceSettings.model_validate_json(message.settings)
+        instance = self._former.pop(settings.name, None)
+        if instance is not None and (instance.settings != settings or self._pool.find(settings.name) is not instance):
+            self._retire(instance)
+            instance = None
+        if instance is None:
+            instance = self._make(settings, message.place)
+            self._pool.add(instance)
+        instance.number = message.place
         self._places[message.place] = instance
-        self._pool.add(instance)
+
+    def listed(self) -> None:
+        """Takes out the instances that the present leader does not know."""
+        for instance in self._former.values():
+            self._retire(instance)
+        self._former = {}
+        for instance in self._places.values():
+            instance.tell_load()
+
+    def _retire(self, instance: MirroredInstance) -> None:
+        if self._pool.find(instance.name) is instance:
+            self._membership.retire(instance.name)
+
+    def lapse(self, error: Exception) -> None:
+        """Ends with `error` what has no KV yet, because nobody answers for its pages any more."""
+        for instance in self._pool.of_role("prefill"):
+            if isinstance(instance, MirroredInstance):
+                instance.cut_prefills(error)
 
     def left(self, message: messages.Left) -> None:
         """Takes out an instance. What is under way there goes on, and the leader goes on to judge it."""
         present = {*self._pool.instances, *self._pool.leaving}
         self._places = {place: one for place, one in self._places.items() if one in present}
-        self._membership.retire(self._places[message.place].name)
+        self._retire(self._places[message.place])
 
     def facts(self, message: messages.Facts) -> None:
         """Takes what an engine has said."""

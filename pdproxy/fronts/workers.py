@@ -22,16 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import msgspec
 
 from pdproxy.assemble import Proxy
 from pdproxy.config.settings import Settings
 from pdproxy.fronts import messages
 from pdproxy.fronts.channel import Channel
 from pdproxy.fronts.hub import Hub, Session
-from pdproxy.serve import ABORT_S, Server, listeners
-from pdproxy.telemetry.figures import Figures
-from transfer import wire
+from pdproxy.serve import ABORT_S, Program, Server, listeners
+from pdproxy.telemetry.figures import Elsewhere, Figures
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +50,7 @@ LAST_WORDS_S = 1.0
 """The longest time in seconds for which the leader reads what a front has said whose process has ended."""
 END_S = 3.0
 """Seconds beyond their own limits after which fronts that do not end are killed."""
+_NOT_FOR_FRONTS = {"instances", "prefill", "decode", "config", "coordinator"}
 PYTHON = (sys.executable, *(("-P",) if sys.flags.safe_path else ()), "-m", "pdproxy.fronts")
 
 
@@ -61,8 +60,9 @@ class Worker:
     Mutable state: the process; how far it has come; its figures, and how often it was asked for them in vain.
     """
 
-    def __init__(self, number: int, hub: Hub, on_change: Callable[[], None]) -> None:
-        """Calls `on_change` when the front begins to serve or tells its figures, and when its process has ended."""
+    def __init__(self, number: int, hub: Hub | None, on_change: Callable[[], None]) -> None:
+        """Takes the hub, where this process is the front's leader. Calls `on_change` when the front begins to serve or
+        tells its figures, and when its process has ended."""
         self.number = number
         self.pid: int | None = None
         self.started_at = time.monotonic()
@@ -75,6 +75,8 @@ class Worker:
         self._hub = hub
         self._on_change = on_change
         self._session: Session | None = None
+        self._is_known = False
+        self._followed: messages.Lead | None = None
         self._process: asyncio.subprocess.Process | None = None
         self.channel = Channel(messages.FromFront, self._lost)
         self._is_lost = asyncio.Event()
@@ -99,17 +101,27 @@ class Worker:
         self.channel.send(welcome)
 
     def _hello(self, message: messages.Hello) -> None:
-        self._session = session = self._hub.open(self.channel.send)
-        self.channel.handlers = {
+        handlers: dict[type, Callable[[Any], object]] = {
             messages.Report: self._report,
             messages.Serving: self._serving,
-            **session.handlers,
         }
+        self._is_known = True
+        if self._hub is not None:
+            self._session = session = self._hub.open(self.channel.send)
+            handlers |= session.handlers
+        self.channel.handlers = handlers
+        self._on_change()
 
     def tell(self, message: Any) -> None:
         """Sends a message to a front that has said who it is: before that it knows of nothing but its welcome."""
-        if self._session is not None:
+        if self._is_known:
             self.channel.send(message)
+
+    def follow(self, lead: messages.Lead) -> None:
+        """Tells the front who leads, unless it knows."""
+        if self._is_known and lead is not self._followed:
+            self._followed = lead
+            self.channel.send(lead)
 
     def _report(self, message: messages.Report) -> None:
         self.num_unanswered = 0
@@ -126,10 +138,11 @@ class Worker:
         what others take for over. One that has said its last writes its log to the end."""
         self._is_lost.set()
         session, self._session = self._session, None
+        self._is_known = False
         if self.reported != messages.LAST:
             self.kill()
         if session is not None:
-            self._hub.close(session)
+            session.close()
 
     def ask_for_report(self, number: int) -> bool:
         """Asks for the front's figures. Returns False where it has not told any for too long."""
@@ -177,22 +190,35 @@ class Worker:
 
 
 class Workers:
-    """Workers keeps `num` fronts running for `proxy`, which take clients from `ends`: sockets for each of them.
+    """Workers keeps fronts running, which take clients from `ends`: sockets for each of them.
 
-    Mutable state: the present worker of each number; all that have not ended; whether all shall end.
+    Mutable state: the present worker of each number; all that have not ended; who leads; whether all shall end.
     """
 
-    def __init__(self, proxy: Proxy, hub: Hub, ends: Sequence[Sequence[socket.socket]], operators: str) -> None:
-        settings = proxy.settings
-        self._proxy = proxy
+    def __init__(
+        self,
+        settings: Settings,
+        elsewhere: Elsewhere,
+        ends: Sequence[Sequence[socket.socket]],
+        operators: str,
+        *,
+        hub: Hub | None = None,
+        replica: str | None = None,
+    ) -> None:
+        """Takes the hub, where this process leads the fronts itself; else the name of this replica, whose fronts follow
+        whom `follow` names."""
+        self._settings = settings
+        self._elsewhere = elsewhere
         self._hub = hub
         self._ends = ends
         self._welcome = messages.Welcome(
             messages.PROTOCOL,
-            settings.model_dump(mode="json", exclude_unset=True, exclude={"instances", "prefill", "decode", "config"}),
+            settings.model_dump(mode="json", exclude_unset=True, exclude=_NOT_FOR_FRONTS),
             len(ends),
             operators,
+            replica,
         )
+        self._lead: messages.Lead | None = None
         self._present: list[Worker | None] = [None] * len(ends)
         self._alive: dict[Worker, None] = {}
         self._number = 0
@@ -217,12 +243,23 @@ class Workers:
 
     def _stir(self) -> None:
         """Wakes all who wait for a change. An event can be set only once, so that the next ones get a new one."""
-        elsewhere = self._proxy.elsewhere
+        elsewhere = self._elsewhere
         elsewhere.latest.update({one: one.figures for one in self._alive if one.figures is not None})
         if self._is_leaving:
             self.leave()
+        self._tell_leader()
         self._stirred.set()
         self._stirred = asyncio.Event()
+
+    def follow(self, lead: messages.Lead) -> None:
+        """Tells all fronts who leads from now on."""
+        self._lead = lead
+        self._tell_leader()
+
+    def _tell_leader(self) -> None:
+        if self._lead is not None:
+            for worker in self._alive:
+                worker.follow(self._lead)
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
@@ -253,11 +290,11 @@ class Workers:
             status = await worker.wait()
         finally:
             self._alive.pop(worker, None)
-            self._proxy.elsewhere.end(worker)
+            self._elsewhere.end(worker)
             self._stir()
         if self._is_ending or self._present[number] is not worker:
             return
-        self._proxy.elsewhere.num_lost += 1
+        self._elsewhere.num_lost += 1
         is_steady = time.monotonic() - worker.started_at > STEADY_S
         pause_s = self._pauses_s[number] = FIRST_PAUSE_S if is_steady else min(2 * self._pauses_s[number], MAX_PAUSE_S)
         log.error("front %d (process %s) has ended, status %d; another takes its place", number, worker.pid, status)
@@ -329,7 +366,7 @@ class Workers:
         """Ends all fronts, which finish what they have within their own limits."""
         self._is_ending = True
         self.signal(signal.SIGINT)
-        with anyio.move_on_after(self._proxy.settings.drain_timeout_s + 2 * ABORT_S + END_S):
+        with anyio.move_on_after(self._settings.drain_timeout_s + 2 * ABORT_S + END_S):
             await self._all_ended()
         for worker in self._alive:
             log.error("front %d (process %s) does not end, and is killed", worker.number, worker.pid)
@@ -347,54 +384,45 @@ class Workers:
     async def _all_ended(self) -> None:
         await self._until(lambda: not self._alive)
 
-    def pass_on(self, told: wire.AnySignal) -> bool:
-        """Passes a KV signal on to all fronts. Returns True."""
-        frame = msgspec.msgpack.encode(told)
-        for worker in self._alive:
-            worker.tell(messages.Signal(frame))
-        return True
-
     def status(self) -> list[dict[str, Any]]:
         """Returns what the status page shows."""
         return [worker.status() for worker in self._alive]
 
 
-class WorkersServer(Server):
-    """WorkersServer is the leader's server. Fronts take the clients; it answers them at a Unix socket what they do not
-    know."""
+class FrontsServer(Server):
+    """FrontsServer is the server of a process whose fronts take the clients. It answers them at a Unix socket what they
+    do not know."""
 
-    def __init__(self, proxy: Proxy, num_workers: int) -> None:
-        super().__init__(proxy)
+    def __init__(self, program: Program, num_workers: int) -> None:
+        super().__init__(program)
         self._scheme = "https" if self.config.is_ssl else "http"
         self.config.ssl_certfile = self.config.ssl_keyfile = self.config.ssl = None  # fronts speak TLS, with clients
-        self._leader = proxy
+        self._program = program
         self._num_workers = num_workers
         self._workers: Workers | None = None
         self._running: asyncio.Task[None] | None = None
         self._ends: list[list[socket.socket]] = []
+        self._folder = ""
+
+    def _make_workers(self, operators: str) -> Workers:
+        """Returns what keeps the fronts running, and makes ready what they need."""
+        raise NotImplementedError
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves until the end. Raises `ConfigError` where a port is taken, before anything is started."""
-        settings = self._leader.settings
-        folder = tempfile.mkdtemp(prefix="pdproxy-")
-        path = str(Path(folder) / "leader")
+        self._folder = tempfile.mkdtemp(prefix="pdproxy-")
+        path = str(Path(self._folder) / "leader")
         try:
-            self._ends = shared_listeners(settings, self._num_workers)
+            self._ends = shared_listeners(self._program.settings, self._num_workers)
             with socket.socket(socket.AF_UNIX) as operators:
                 operators.bind(path)
-                self._leader.listen()
-                hub = Hub(self._leader.pool, self._leader.pool.admission, self._leader.reaper, self._leader.counts)
-                self._leader.pool.on_membership = hub.follow
-                self._workers = Workers(self._leader, hub, self._ends, path)
-                self._leader.board.pass_on = self._workers.pass_on
-                self._leader.elsewhere.workers = self._workers.status
-                self._leader.elsewhere.refresh = self._workers.refresh
+                self._workers = self._make_workers(path)
                 await super().serve([operators])
         finally:
             for ends in self._ends:
                 for end in ends:
                     end.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def tell_address(self, sockets: list[socket.socket]) -> None:
         """Says nothing yet: no front serves."""
@@ -426,15 +454,15 @@ class WorkersServer(Server):
             self._workers.signal(signal.SIGINT)
 
     def _reload(self) -> None:
-        if self._leader.reload is not None:
-            self._leader.reload()
+        if self._program.reload is not None:
+            self._program.reload()
         if self._workers is not None:
             log.info("SIGHUP: the fronts are replaced one after the other")
             self._workers.restart()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends the fronts, and then itself."""
-        self._leader.orchestrator.stop_accepting()  # which ends the pages that follow it, by way of fronts
+        self._program.orchestrator.stop_accepting()  # which ends the pages that follow it, by way of fronts
         for ends in self._ends:  # so that clients are refused from when the fronts take no more, and do not wait here
             for end in ends:
                 end.close()
@@ -442,6 +470,25 @@ class WorkersServer(Server):
             await self._workers.end()
             await asyncio.wait([self._running])
         await super().shutdown(sockets)
+
+
+class WorkersServer(FrontsServer):
+    """WorkersServer is the server of a proxy whose fronts are all on this machine. This process leads them."""
+
+    def __init__(self, proxy: Proxy, num_workers: int) -> None:
+        super().__init__(proxy, num_workers)
+        self._leader = proxy
+
+    def _make_workers(self, operators: str) -> Workers:
+        leader = self._leader
+        leader.listen()
+        hub = Hub(leader.pool, leader.pool.admission, leader.reaper, leader.counts)
+        leader.pool.on_membership = hub.follow
+        workers = Workers(leader.settings, leader.elsewhere, self._ends, operators, hub=hub)
+        leader.board.pass_on = hub.pass_on
+        leader.elsewhere.workers = workers.status
+        leader.elsewhere.refresh = workers.refresh
+        return workers
 
 
 def shared_listeners(settings: Settings, num: int) -> list[list[socket.socket]]:

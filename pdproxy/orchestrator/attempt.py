@@ -190,14 +190,15 @@ class Attempt:
 
     def prefill_sent(self, info: AttemptInfo) -> None:
         """Begins the prefill phase: the prefill leg is on its way, and pages may be filled from now on. Raises
-        `KvFailed` where the pages are gone with their process, so that nothing must be sent."""
+        `KvFailed` where the pages are gone with their process, and `NotReady` where nobody answers for them: then
+        nothing must be sent."""
         if self.lease.is_returned:  # the process ended just after the grant
             raise KvFailed(f"{self.owner.name!r} was restarted just now")
         self.record.advance(_PREFILL)
         self._info = info
-        self.lease.step(_FILLING)
         if self._admission.is_remote:
             self._admission.sent(self.lease, self._guard)
+        self.lease.step(_FILLING)
 
     def replied(self, reply: PrefillReply) -> None:
         """Notes that the prefill leg is over, and what its reply tells of the prompt."""

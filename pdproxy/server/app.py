@@ -164,6 +164,7 @@ class Status:
             "descriptors": present["descriptors"],
             "tasks": present["tasks"],
             "workers": self._elsewhere.workers(),
+            "replica": self._elsewhere.replica(),
         }
 
     def counted(self) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class Elsewhere:
         """Has the latest figures told, as far as that takes little time; None where there are no others."""
         self.workers: Callable[[], list[dict[str, Any]]] = list
         """Returns what the status page shows of the other processes."""
+        self.replica: Callable[[], dict[str, Any] | None] = lambda: None
+        """Returns what the status page shows of this replica; None where there is one proxy."""
 
     @property
     def has_any(self) -> bool:

@@ -223,7 +223,7 @@ async def _behind_a_front(harness: Harness) -> AsyncIterator[None]:
     hub = Hub(leader.pool, leader.pool.admission, leader.reaper, leader.counts)
     leader.pool.on_membership = hub.follow
     sessions: list[Session] = []
-    channel = Channel(messages.FromFront, lambda why: hub.close(sessions[0]))
+    channel = Channel(messages.FromFront, lambda why: sessions[0].close())
 
     def hello(message: messages.Hello) -> None:
         sessions.append(hub.open(channel.send))

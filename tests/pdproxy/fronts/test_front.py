@@ -98,8 +98,10 @@ async def test_an_instance_that_joins_is_known_to_those_who_wait() -> None:
         large.port, large.epoch, large.sink = 7400, "another", small.sink
         large.prefillers, house.prefiller.decoders = house.prefillers, [small, large]
         house.prefiller.hang_at.add("prefill")
+        house.prefiller.forget()
         first, second = house.call(), house.call()
         await until(lambda: owner_of(house).pages.num_waiting == 1)
+        await house.prefiller.reached("prefill")
         house.by_url["http://d9:1"] = FakeClient(large)
         house.leader.membership.add(InstanceSettings(name="large", role="decode", url="http://d9:1"))
         house.prefiller.hang_at.discard("prefill")

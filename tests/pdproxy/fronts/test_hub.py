@@ -65,9 +65,9 @@ async def test_a_front_that_has_gone_is_granted_nothing() -> None:
     second.ask(ask("large", {number: 4}))
     second.ask(ask("small", {number: 1}))
     assert not granted(told)
-    leader.hub.close(second)
+    second.close()
     assert leader.decoders[0].held == 3
-    leader.hub.close(first)
+    first.close()
     assert not leader.admission.num_waiting
 
 
@@ -81,7 +81,7 @@ async def test_a_front_hears_why_before_it_hears_of_a_grant() -> None:
     leader.decoders[0].resume()
     kinds = [type(one) for one in told]
     assert kinds == [messages.State, messages.Granted], kinds
-    leader.hub.close(front)
+    front.close()
 
 
 async def test_an_instance_that_comes_and_goes_in_one_turn_is_not_told_of() -> None:
@@ -118,4 +118,4 @@ async def test_nothing_is_saved_up_for_a_request_that_turns_out_not_to_fit() -> 
     assert granted(told) == ["fills there", "is here"]
     front.resize(messages.Resize("large", {here: None}))
     assert granted(told) == ["fills there", "is here", "small"]
-    leader.hub.close(front)
+    front.close()

@@ -19,7 +19,8 @@ IDLE = ("sh", "-c", "exec sleep 60")
 
 def workers_of(house: Harness) -> Workers:
     proxy = house.leader or house.proxy
-    return Workers(proxy, Hub(proxy.pool, proxy.pool.admission, proxy.reaper, proxy.counts), [[]], "nowhere")
+    hub = Hub(proxy.pool, proxy.pool.admission, proxy.reaper, proxy.counts)
+    return Workers(proxy.settings, proxy.elsewhere, [[]], "nowhere", hub=hub)
 
 
 async def test_a_front_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

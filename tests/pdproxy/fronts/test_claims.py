@@ -1,0 +1,279 @@
+"""Another leader: what fronts claim of it, what it grants and when, and what a leader may not do whose time is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from pdproxy.admission.custody import Custody, Evidence, Way
+from pdproxy.errors import NotReady
+from tests.fakes.fleet import Clock
+from tests.fakes.fronts import FrontEnd, LeaderEnd
+
+WINDOW_S = 8.0
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def leaders(clock: Clock) -> Iterator[LeaderEnd]:
+    """Leaders in turn, of terms that grow: the first one claims nothing, because there was none before it."""
+
+    def make() -> Iterator[LeaderEnd]:
+        yield LeaderEnd(clock, term=1)
+        term = 1
+        while True:
+            term += 1
+            yield LeaderEnd(clock, term=term, claims_until=clock() + WINDOW_S)
+
+    return make()
+
+
+async def begin(leaders: Iterator[LeaderEnd], *fronts: FrontEnd, **occupied: int) -> LeaderEnd:
+    """The next leader, of which these fronts hear, and which hears of the engines."""
+    leader = next(leaders)
+    await asyncio.sleep(0)
+    leader.look_at_all(**occupied)
+    for front in fronts:
+        front.connect(leader, leader.hub.term or 0)
+        front.deliver()
+    return leader
+
+
+def end_claims(leader: LeaderEnd, clock: Clock, *fronts: FrontEnd, **occupied: int) -> None:
+    clock.advance(WINDOW_S + 0.01)
+    leader.look_at_all(**occupied)
+    for front in fronts:
+        front.deliver()
+
+
+async def granted(front: FrontEnd, attempt: str, pages: int, *, sent: bool = True) -> None:
+    front.ask(attempt, pages)
+    front.deliver()
+    assert attempt in front.grants, front.errors
+    if sent:
+        front.send_prefill(attempt)
+        front.deliver()
+
+
+async def test_what_was_granted_before_is_held_by_the_next_leader(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    await granted(front, "a", 3)
+    second = await begin(leaders, front, d0=3)
+    decoder = second.decoders[0]
+    assert decoder.held == 3
+    front.ask("b", 2)
+    front.ask("c", 1)
+    front.deliver()
+    assert not {"b", "c"} & front.grants.keys(), "nothing is granted before all have claimed"
+    end_claims(second, clock, front, d0=3)
+    assert decoder.account is not None
+    # Pages that are not certainly filled count twice, until the engine says that it has let go of them.
+    assert decoder.account.foreign == 3
+    front.lease_of("a").step(Custody.READY)
+    front.end("a", evidence=Evidence.FIRST_EVENT)
+    front.deliver()
+    assert decoder.held == 1, "one page is nobody's by all accounts"
+    second.look_at_all(d0=0)
+    second.look_at_all(d0=0)
+    front.deliver()
+    assert {"b", "c"} <= front.grants.keys()
+    assert decoder.held == 3
+    second.admission.check_integrity()
+
+
+async def test_pages_that_nobody_claims_are_held_as_long_as_the_engine_has_them(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    gone, front = FrontEnd(clock), FrontEnd(clock)
+    await begin(leaders, gone, front)
+    await granted(gone, "lost", 3)
+    second = await begin(leaders, front, d0=3)
+    end_claims(second, clock, front, d0=3)
+    await granted(front, "fits", 1)
+    front.ask("waits", 2)
+    front.deliver()
+    assert "waits" not in front.grants
+    second.look_at_all(d0=1)
+    second.look_at_all(d0=1)
+    front.deliver()
+    assert "waits" in front.grants
+
+
+async def test_who_waits_keeps_his_turn(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """Two fronts whose requests came in turns: the next leader serves them in that order, whoever tells of them
+    first."""
+    first, second = FrontEnd(clock), FrontEnd(clock)
+    await begin(leaders, first, second)
+    await granted(first, "all", 4)
+    for number, front in enumerate((second, first, second, first)):
+        clock.advance(0.1)
+        front.ask(f"waits {number}", 4)
+        front.deliver()
+    leader = await begin(leaders, first, second, d0=4)
+    end_claims(leader, clock, first, second, d0=4)
+    first.lease_of("all").step(Custody.READY)
+    first.end("all", evidence=Evidence.FIRST_EVENT)
+    order = []
+    for _ in range(4):
+        for front in (first, second):
+            front.deliver()
+            leader.look_at_all(d0=0)
+            leader.look_at_all(d0=0)
+        for front in (first, second):
+            front.deliver()
+            for attempt in list(front.grants):
+                order.append(attempt)
+                front.end(attempt, evidence=Evidence.NEVER_SENT)
+                front.deliver()
+    assert order == [f"waits {number}" for number in range(4)]
+
+
+async def test_an_orphan_is_handed_on(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """Its front has abandoned it to a leader that has gone. The next one waits for the engine's lease, less the time
+    that has passed."""
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    await granted(front, "a", 3)
+    front.end("a", way=Way(over_after_s=20.0))
+    second = await begin(leaders, front, d0=3)
+    (orphan,) = second.decoders[0].account.orphans  # type: ignore[union-attr]
+    assert orphan.over_at == pytest.approx(clock() + 20.0)
+    clock.advance(5.0)
+    third = await begin(leaders, front, d0=3)
+    (orphan,) = third.decoders[0].account.orphans  # type: ignore[union-attr]
+    assert orphan.over_at == pytest.approx(clock() + 15.0)
+    clock.advance(16.0)
+    third.look_at_all(d0=0)
+    front.deliver()
+    assert third.decoders[0].held == 0
+    assert front.admission.num_held == 0, "the front has heard that its pages came back"
+
+
+async def test_what_is_said_of_pages_whose_owner_was_not_heard_of_yet_is_not_lost(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    await granted(front, "freed", 1)
+    await granted(front, "kept", 2)
+    second = next(leaders)  # which has not looked at anybody
+    front.connect(second, 2)
+    front.deliver()
+    front.lease_of("freed").step(Custody.READY)
+    front.end("freed", evidence=Evidence.FIRST_EVENT)
+    front.deliver()
+    second.look_at_all(d0=2)
+    front.deliver()
+    assert second.decoders[0].held == 2
+
+
+async def test_pages_of_a_process_that_has_ended_are_not_claimed(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    await granted(front, "a", 3)
+    second = next(leaders)
+    front.admission._held["a"].owner.facts = None  # it was another process when it was granted
+    front.connect(second, 2)
+    second.look_at_all()
+    front.deliver()
+    assert second.decoders[0].held == 0
+    assert front.lease_of("a").is_returned
+
+
+async def test_a_leader_that_took_a_front_for_gone_keeps_what_it_took(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    """The session has ended, and the reaper answers for the pages. The same front comes back: they are not its own."""
+    front = FrontEnd(clock)
+    leader = await begin(leaders, front)
+    await granted(front, "a", 3)
+    assert front.session is not None
+    front.session.close()
+    front.connect(leader, 1)
+    front.deliver()
+    assert front.lease_of("a").is_returned
+    assert leader.decoders[0].held == 3, "they are the reaper's"
+    front.end("a")
+    front.deliver()
+    assert front.session is not None
+    assert front.session.num_attempts == 0
+    assert leader.prefiller.num_attempts == leader.decoders[0].num_attempts == 0
+
+
+async def test_nothing_is_sent_for_pages_for_which_nobody_answers(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    await granted(front, "a", 3, sent=False)
+    front.is_held = False
+    with pytest.raises(NotReady) as refused:
+        front.send_prefill("a")
+    assert refused.value.retry_after_s
+    assert front.lease_of("a").custody is Custody.RESERVED
+
+
+async def test_a_leader_whose_time_is_over_grants_nothing(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """It stood still and goes on: what frees pages there comes too late."""
+    front = FrontEnd(clock)
+    leader = await begin(leaders, front)
+    await granted(front, "a", 4)
+    front.ask("b", 1)
+    front.deliver()
+    leader.leads = False
+    front.lease_of("a").step(Custody.READY)
+    front.end("a", evidence=Evidence.FIRST_EVENT)
+    front.deliver()
+    assert "b" not in front.grants
+    assert front.session is not None
+    front.session.close()
+    assert not leader.reaper.statistics()["adopted"], "it takes nobody for gone either"
+
+
+async def test_a_request_that_comes_while_nobody_leads_waits_for_the_next(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    front = FrontEnd(clock)
+    leader = await begin(leaders, front)
+    front.cut()
+    front.is_held = False
+    front.ask("early", 1)
+    assert not front.errors
+    front.is_held = True
+    front.connect(leader, 1)
+    front.deliver()
+    assert "early" in front.grants
+
+
+async def test_a_request_does_not_wait_for_ever_for_a_leader(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    front = FrontEnd(clock, patience_s=0.01)
+    await begin(leaders, front)
+    front.ask("waits", 5)
+    front.ask("asked before", 1)
+    front.is_held = False
+    front.admission.lapse()
+    demand = front.ask("asked after", 1)
+    with pytest.raises(NotReady) as refused:
+        await front.admission.wait(demand)
+    assert refused.value.retry_after_s
+    assert front.errors.keys() == {"waits", "asked before", "asked after"}
+
+
+async def test_an_instance_that_the_next_leader_does_not_know_leaves(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    front = FrontEnd(clock)
+    first = await begin(leaders, front)
+    first.join("d9")
+    front.deliver()
+    first.hub.tell_news()
+    front.deliver()
+    assert front.pool.find("d9") is not None
+    await begin(leaders, front)
+    assert front.pool.find("d9") is None
+    assert front.pool.find("d0") is not None
