@@ -160,6 +160,15 @@ async def test_an_engine_begins_nothing_of_a_lower_term_than_it_has_heard_of(new
     assert await legs.terms() == [9, 9]
 
 
+async def test_a_prefiller_pushes_nothing_to_a_decoder_that_has_heard_less(new_legs: Callable[..., Any]) -> None:
+    legs = await new_legs()
+    answer = await legs.prefiller.post("/v1/completions", json=legs._body(legs.prefiller), headers=_of(8))
+    assert answer.status_code == 200
+    check_stale(await legs.prefill(7), 7, 8)
+    legs.check_nothing_begun()
+    assert await legs.terms() == [8, None]
+
+
 async def test_an_attempt_that_the_next_leader_was_told_of_is_served(new_legs: Callable[..., Any]) -> None:
     """Its prefill leg was sent under the leader before."""
     legs = await new_legs()
