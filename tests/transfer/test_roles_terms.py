@@ -17,7 +17,7 @@ from transfer.dataplane.messages import Failed
 from transfer.errors import ReservationRefused, StaleTerm
 from transfer.memory.reservations import Grant, Holding
 from transfer.plan.layout import KvLayout
-from transfer.roles.fence import Fence
+from transfer.roles.highest_term import HighestTerm
 from transfer.roles.push import Push
 from transfer.trust import AttemptKey, new_key
 
@@ -43,22 +43,22 @@ async def finish(world: World, decoder: Decoder, attempt: str, push: Push) -> No
 # ── what begins ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_fence_lets_in_what_is_of_no_term_or_the_highest() -> None:
-    fence, raised = Fence(), []
-    fence.when_raised(lambda: raised.append(fence.term))
+def test_the_highest_term_lets_in_what_is_of_no_term_or_the_highest() -> None:
+    highest_term, raised = HighestTerm(), []
+    highest_term.when_raised(lambda: raised.append(highest_term.value))
     for term in (None, 7, 7, None, 8, 8, None):
-        fence.check(term)
+        highest_term.check(term)
     with pytest.raises(StaleTerm) as error:
-        fence.check(7)
-    assert (error.value.term, error.value.heard, fence.term, raised) == (7, 8, 8, [7, 8])
+        highest_term.check(7)
+    assert (error.value.term, error.value.heard, highest_term.value, raised) == (7, 8, 8, [7, 8])
 
 
 @pytest.mark.parametrize("term", [8, 9, None])
 async def test_what_is_of_no_lower_term_gets_its_pages(world: World, term: int | None) -> None:
     decoder, prefiller = await world.decoder(), world.prefiller()
-    decoder.receiver.fence.hear(8)
+    decoder.receiver.highest_term.hear(8)
     await finish(world, decoder, "a", await open_of(world, prefiller, decoder, "a", term))
-    assert decoder.receiver.fence.term == (term or 8)
+    assert decoder.receiver.highest_term.value == (term or 8)
 
 
 async def test_a_decoder_reserves_nothing_for_a_leader_that_has_been_replaced(world: World) -> None:
@@ -78,7 +78,7 @@ async def test_what_has_begun_goes_on_when_another_leads(world: World) -> None:
     """The new leader was told of it by whoever holds the lease."""
     decoder, prefiller = await world.decoder(), world.prefiller()
     push = await open_of(world, prefiller, decoder, "a", 7)
-    decoder.receiver.fence.hear(8)
+    decoder.receiver.highest_term.hear(8)
     await finish(world, decoder, "a", push)
     assert world.proxy.count(wire.KvFailed, "a") == 0
 
@@ -86,7 +86,7 @@ async def test_what_has_begun_goes_on_when_another_leads(world: World) -> None:
 async def test_a_rank_joins_an_attempt_that_has_begun_whoever_leads_by_then(world: World) -> None:
     decoder, prefillers = await world.decoder_ranks(HEADS, 1), world.prefiller_ranks(HEADS, 2)
     first = await open_of(world, prefillers[0], decoder, "a", 7)
-    decoder.receiver.fence.hear(8)
+    decoder.receiver.highest_term.hear(8)
     second = await open_of(world, prefillers[1], decoder, "a", 7)
     for push in (first, second):
         fill(push, 0, 1)
@@ -101,7 +101,7 @@ async def test_a_rank_that_comes_after_its_attempt_was_turned_away_is_told_why(w
     holding = await open_of(world, *world.prefiller_ranks(HEADS, 1), decoder, "holding", 7)
     waiting = asyncio.create_task(open_of(world, prefillers[0], decoder, "a", 7))
     await until(lambda: decoder.holding("a") is Holding.QUEUED)
-    decoder.receiver.fence.hear(8)
+    decoder.receiver.highest_term.hear(8)
     for rank in (waiting, open_of(world, prefillers[1], decoder, "a", 7)):
         with pytest.raises(StaleTerm):
             await rank
@@ -150,14 +150,14 @@ async def test_a_term_that_is_none_is_refused_with_an_answer(world: World, term:
     answer = await raw.reserve(term=term)
     assert isinstance(answer, wire.Refusal)
     assert answer.reason == f"a term is from 1 to {2**63 - 1}, not {term}"
-    assert (answer.term, decoder.receiver.fence.term) == (None, None)
+    assert (answer.term, decoder.receiver.highest_term.value) == (None, None)
 
 
 async def test_nobody_is_kept_out_by_an_attempt_that_nobody_signed(world: World) -> None:
     key = AttemptKey.parse(new_key())
     raw = world.stranger(decoder := await world.decoder(config=replace(PATIENT, attempt_key=key)))
     assert isinstance(await raw.reserve(term=2**63 - 1), wire.Refusal)
-    assert decoder.receiver.fence.term is None
+    assert decoder.receiver.highest_term.value is None
 
 
 # ── engines of other releases ───────────────────────────────────────────────────────────────────────────────────────
@@ -165,7 +165,7 @@ async def test_nobody_is_kept_out_by_an_attempt_that_nobody_signed(world: World)
 
 async def test_a_prefiller_that_knows_no_terms_is_served(world: World) -> None:
     raw = world.stranger(decoder := await world.decoder())
-    decoder.receiver.fence.hear(8)
+    decoder.receiver.highest_term.hear(8)
     await raw.greet()
     fields = msgspec.msgpack.decode(wire.encode(raw.request()))
     del fields["term"]
@@ -176,7 +176,7 @@ async def test_a_prefiller_that_knows_no_terms_is_served(world: World) -> None:
 
 async def test_a_prefiller_that_knows_no_terms_understands_the_refusal(world: World) -> None:
     raw = world.stranger(decoder := await world.decoder())
-    decoder.receiver.fence.hear(8)
+    decoder.receiver.highest_term.hear(8)
     await raw.greet()
     await raw.say(raw.request(term=7))
     fields = msgspec.msgpack.decode(await raw.socket.recv())

@@ -58,8 +58,8 @@ from transfer.roles.control import (
 )
 from transfer.roles.curve import Doorkeeper
 from transfer.roles.epochs import engines_of, is_successor
-from transfer.roles.fence import Fence
 from transfer.roles.handshake import Identity
+from transfer.roles.highest_term import HighestTerm
 from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
 from transfer.roles.rank_slab import OtherSlabs, RankSlab, check_slabs
@@ -165,13 +165,13 @@ class Receiver:
         others: OtherSlabs | None = None,
         intake: Intake | None = None,
         cache: EngineCache | None = None,
-        fence: Fence | None = None,
+        highest_term: HighestTerm | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes rank 0's `agent`, `buffer` and `identity`; `others` are the slabs of the other ranks, if there are any.
 
         Where the ranks have unlike numbers of pages, only as many are used as the smallest has. An `intake` is for one
-        rank, and a `cache` answers for all of them. A `fence` is the one of the whole process. Raises `TransferError`
+        rank, and a `cache` answers for all of them. The `highest_term` is the whole process's. Raises `TransferError`
         for arguments that do not fit together.
         """
         self._slab = RankSlab(agent, buffer, identity)
@@ -186,9 +186,9 @@ class Receiver:
         self._config = config
         self._intake = intake
         self._clock = clock
-        self.fence = fence or Fence()
+        self.highest_term = highest_term or HighestTerm()
         """Tells which leaders have been replaced. Their attempts get no pages."""
-        self.fence.when_raised(self._turn_away)
+        self.highest_term.when_raised(self._turn_away)
         num_pages = min([buffer.num_pages, *(slab.num_pages for slab in self._slabs)])
         self._reservations = Reservations(num_pages, None if cache is None else GuardedCache(cache))
         self._waiters: dict[str, asyncio.Future[None]] = {}
@@ -544,10 +544,10 @@ class Receiver:
         term = message.term
         if term is not None and not 0 < term <= wire.MAX_TERM:
             raise ReservationRefused(f"a term is from 1 to {wire.MAX_TERM}, not {term}")
-        self.fence.hear(term)  # before the look: it may end an attempt that waits
+        self.highest_term.hear(term)  # before the look: it may end an attempt that waits
         known = self._reservations.get(message.attempt)
         if known is None or known.holding is Holding.QUARANTINED:
-            self.fence.check(term)
+            self.highest_term.check(term)
 
     def _turn_away(self) -> None:
         """Refuses the attempts of replaced leaders that wait for their first pages.
@@ -557,7 +557,7 @@ class Receiver:
         if self._socket.is_closed:
             return
         waiting = [r for r in self._reservations.all() if r.holding is Holding.QUEUED and not r.pages]
-        stale = [r for r in waiting if self.fence.is_stale(r.term)]
+        stale = [r for r in waiting if self.highest_term.is_stale(r.term)]
         changes = [self._reservations.withdraw(r.attempt, "its leader has been replaced", "failed") for r in stale]
         for change in changes:
             if change is not None:
@@ -566,7 +566,7 @@ class Receiver:
                     attempt=reservation.attempt,
                     epoch=self._agent.epoch,
                     reason=reservation.reason,
-                    term=self.fence.term,
+                    term=self.highest_term.value,
                 )
                 self._tell(change.stop, refusal)  # before the word that only cancels: it tells them why
                 self._follow(change)

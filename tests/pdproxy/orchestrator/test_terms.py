@@ -122,12 +122,12 @@ async def test_a_refused_request_asks_for_its_turn_again(leg: str, stream: bool)
     async with proxy_in_front_of() as house:
         engine = house.prefiller if leg == "prefill" else house.decoder
         house.admission.term = 7
-        engine.fence.hear(8)
+        engine.highest_term.hear(8)
         avoided = lead_again(house, 9, engine)
         assert (await house.post(stream=stream)).status == 200
         assert avoided == [set(), set()]
         assert told(engine) == ["7", "9"]
-        assert engine.fence.term == 9
+        assert engine.highest_term.value == 9
         assert await legs(house, leg, "stale_term") == 1
         check_nobody_is_blamed(house)
 
@@ -137,7 +137,7 @@ async def test_a_proxy_that_leads_no_more_says_503_when_its_retries_are_used_up(
     async with proxy_in_front_of(retries=2) as house:
         engine = house.prefiller if leg == "prefill" else house.decoder
         house.admission.term = 7
-        engine.fence.hear(8)
+        engine.highest_term.hear(8)
         for _ in range(4):
             engine.forget()
             answer = await house.post()
@@ -153,7 +153,7 @@ async def test_a_proxy_that_leads_no_more_says_503_when_its_retries_are_used_up(
 async def test_a_canary_that_is_refused_says_nothing_of_its_pair() -> None:
     prefiller, decoder = FakeEngine("prefill"), FakeEngine("decode")
     for engine in (prefiller, decoder):
-        engine.fence.hear(8)
+        engine.highest_term.hear(8)
     async with proxy_in_front_of([prefiller], [decoder], wait=False, probe_interval_s=0.05) as house:
         house.admission.term = 7
         await until(lambda: sum(call.headers.get(TERM) == "7" for call in prefiller.calls) > 1)

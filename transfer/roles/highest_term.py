@@ -15,38 +15,38 @@ from transfer.errors import StaleTerm
 log = logging.getLogger(__name__)
 
 
-class Fence:
-    """A `Fence` keeps out the attempts of leaders that have been replaced.
+class HighestTerm:
+    """The `HighestTerm` that a process has heard of keeps out the attempts of leaders that have been replaced.
 
     What must hold: once this process has heard of a term, it begins nothing that is said to be of a lower one. What was
     begun before goes on to its end: its pages are held, and the new leader has been told of them. A violation would be
     seen as pages that are reserved or filled for an attempt of a leader that has been replaced.
 
-    Mutable state: `term`, the highest one that was heard of, or None; `_on_raised`, who is told when it rises. Use it
-    on the event loop's thread only.
+    Mutable state: `value`, which is None where no term was heard of; `_on_raised`, who is told when it rises. Use it on
+    the event loop's thread only.
     """
 
     def __init__(self) -> None:
-        self.term: int | None = None
+        self.value: int | None = None
         self._on_raised: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
-        return f"<Fence of term {self.term}>"
+        return f"<HighestTerm {self.value}>"
 
     def when_raised(self, callback: Callable[[], None]) -> None:
         """Calls back whenever a higher term than before was heard of."""
         self._on_raised.append(callback)
 
     def is_stale(self, term: int | None) -> bool:
-        """Returns whether `term` is lower than the highest that was heard of. None, which is said by nobody's leader,
-        never is."""
-        return term is not None and self.term is not None and term < self.term
+        """Returns whether `term` is lower than the highest. None, which stands for a proxy that has no others, never
+        is."""
+        return term is not None and self.value is not None and term < self.value
 
     def hear(self, term: int | None) -> None:
         """Notes that there is, or was, a leader of `term`."""
-        if term is not None and (self.term is None or term > self.term):
-            log.info("the leader of term %d has been heard of; before it: %s", term, self.term)
-            self.term = term
+        if term is not None and (self.value is None or term > self.value):
+            log.info("the leader of term %d has been heard of; before it: %s", term, self.value)
+            self.value = term
             for callback in self._on_raised:
                 callback()
 
@@ -56,5 +56,5 @@ class Fence:
         self.hear(term)
         if self.is_stale(term):
             assert term is not None
-            assert self.term is not None
-            raise StaleTerm(term, self.term)
+            assert self.value is not None
+            raise StaleTerm(term, self.value)
