@@ -1,4 +1,4 @@
-"""What an engine's process knows of the terms of its fleet's leaders.
+"""A process keeps the highest term of a leader that it has heard of, and by it knows leaders that have been replaced.
 
 Several replicas of a proxy have one leader at a time, which admits for all of them. Each leader has a higher term than
 those before it. One that was replaced may not know it yet, because it stood still, or cannot be reached. The pages that
