@@ -254,6 +254,22 @@ class Backpressure(LegFailed):
         self.reply = reply
 
 
+class StaleTerm(LegFailed):
+    """`StaleTerm` says that an engine has heard of a later leader than the one for whom the leg was sent. Nothing was
+    begun there, and the engine is not at fault: a new attempt asks for its turn at whoever leads now.
+    """
+
+    status = 503
+    type = "service_unavailable"
+    code = "stale_term"
+
+    def __init__(self, leg: str, instance: str, *, engine_says: str = "") -> None:
+        super().__init__(leg, instance, "", engine_says=engine_says)
+        self.message = "requests are admitted by another process now; try again soon"
+        self.args = (self.message,)
+        self.retry_after_s = 1.0
+
+
 class HandoffMissing(LegFailed):
     """`HandoffMissing` says that a prefiller read the prompt and kept its KV for nobody.
 

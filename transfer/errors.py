@@ -32,6 +32,15 @@ class ReservationRefused(TransferError):
     """The receiver will not take this attempt: larger than its buffer, unknown, cancelled or out of time."""
 
 
+class StaleTerm(ReservationRefused):
+    """The attempt is of a leader that has been replaced: of `term`, where a higher one has been `heard` of. Nothing was
+    begun. A new attempt is to ask whoever leads now."""
+
+    def __init__(self, term: int | str, heard: int | str) -> None:
+        self.term, self.heard = int(term), int(heard)
+        super().__init__(f"the attempt is of term {self.term}, and a leader of term {self.heard} has been heard of")
+
+
 class AttemptLost(TransferError):
     """The attempt's KV will never be complete: cancelled, expired, or its writer failed or vanished."""
 

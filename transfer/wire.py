@@ -27,6 +27,9 @@ from typing import Annotated, Any
 import msgspec
 
 PROTOCOL_VERSION = 5
+TERM_HEADER = "x-pdproxy-term"
+"""The HTTP header of a leg that tells the term of the leader for whom it is sent: see `PushParams.term`."""
+MAX_TERM = 2**63 - 1
 MAX_RANKS = 256
 """The most tensor-parallel ranks of one instance."""
 
@@ -35,6 +38,8 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
 Key = Annotated[bytes, msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Term = Annotated[int, msgspec.Meta(ge=1, le=MAX_TERM)]
+"""Counts the leaders of a fleet, of which there is one at a time. A later leader has a higher term."""
 Ranks = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -167,6 +172,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     to be shared. Pages behind the last key are not shared either."""
     capability: Name | None = None
     """The same as in `PushParams`."""
+    term: int | None = None
+    """The same as in `PushParams`. A receiver of an earlier release does not know it, and checks no terms."""
 
 
 class Reserved(Message, frozen=True, kw_only=True):
@@ -200,7 +207,7 @@ class PagesTaken(Message, frozen=True, kw_only=True):
     count: Count
 
 
-class Refusal(Message, tag="ReservationRefused", frozen=True, kw_only=True):
+class Refusal(Message, tag="ReservationRefused", frozen=True, kw_only=True, omit_defaults=True):
     """`Refusal`, receiver → sender, says that nothing (more) will be granted to this attempt.
 
     `epoch` is the receiver's own. Where it is not the one that the sender shook hands with, the receiver was restarted.
@@ -211,6 +218,8 @@ class Refusal(Message, tag="ReservationRefused", frozen=True, kw_only=True):
     attempt: Name
     epoch: Name
     reason: str
+    term: Term | None = None
+    """The highest term that the receiver has heard of, where the attempt is refused because its own is lower."""
 
 
 class WritesDone(Message, frozen=True, kw_only=True):
@@ -380,6 +389,10 @@ class PushParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     the answer may have: a prefiller is not told `max_tokens`."""
     capability: Name | None = None
     """The proxy's word that this attempt is its own (`transfer.trust.AttemptKey.sign`). It goes on to the receivers."""
+    term: Term | None = None
+    """The term of the leader for whom the leg is sent; None where there is one proxy. It goes on to the receivers,
+    which begin nothing of a lower term than they have heard of. The built-in prefiller takes it from the leg's header
+    `TERM_HEADER`."""
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -474,6 +487,8 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_wrong_tags: int = 0
     """Counts how often, since the process started, pages of an attempt held what another one had written. Each time
     cost an attempt; any at all is a fault of the transfer."""
+    term: Term | None = None
+    """The highest term that this process has heard of, from legs or from other engines; None where there was none."""
 
 
 _encoder = msgspec.msgpack.Encoder()

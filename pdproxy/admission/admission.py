@@ -123,7 +123,8 @@ class Admission:
         self.is_remote = False
         """True where another process admits, and answers for leases if this one ends."""
         self.term: int | None = None
-        """The term of the leader that admits; None where there are no terms."""
+        """The term of the leader that admits; None where there is one proxy. Engines that know terms begin nothing
+        for a leader of a lower term than they have heard of."""
         self.on_settled: Callable[[Lease], object] = lambda lease: None
         """The function that is called with an orphan whose pages have come back. It must not raise."""
 

@@ -80,6 +80,7 @@ class BuiltinAdapter:
             resumes=True,
             kv_lost_code="kv_transfer_failed",
             receiver_lost_code="kv_receiver_lost",
+            stale_term_code="stale_term",
             peer_ended_path=SENDER_ENDED,
         )
 

@@ -78,6 +78,13 @@ class EngineTraits:
     """The code in a prefiller's error object, under HTTP 502, where the decoder did not answer it on the ports for KV;
     None where the kind has no code for that.
     """
+    stale_term_code: str | None = None
+    """The code in an engine's error object, under HTTP 409, where a leg is of a leader that has been replaced, as
+    far as the engine has heard.
+
+    Engines of such a kind are told the leader's term with each leg (``x-pdproxy-term``). None where the kind knows no
+    terms.
+    """
     peer_ended_path: str | None = None
     """The path at which a decoder is told that the process of a peer has ended (``POST {"epoch": …}``).
 

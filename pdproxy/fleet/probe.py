@@ -22,7 +22,7 @@ from pdproxy.engines import recognise
 from pdproxy.engines.adapter import MalformedReply
 from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, LocalFault
 from pdproxy.engines.info import EngineInfo
-from pdproxy.errors import EngineReply, LegFailed, LegNotTried, ProxyError
+from pdproxy.errors import EngineReply, LegFailed, LegNotTried, ProxyError, StaleTerm
 from pdproxy.fleet.instance import Health, Instance
 from pdproxy.fleet.pool import Pool
 
@@ -394,8 +394,8 @@ class Probe:
         try:
             with anyio.fail_after(self._canary_timeout_s):
                 await prove(prefiller, decoder)
-        except LegNotTried:
-            pass  # the proxy's own fault: it says nothing of the pair
+        except (LegNotTried, StaleTerm):
+            pass  # the proxy's own fault, or it leads no more: that says nothing of the pair
         except (ProxyError, EngineReply, TimeoutError) as error:
             says = f" ({error.engine_says})" if isinstance(error, LegFailed) and error.engine_says else ""
             why = f"a canary from {prefiller.name} to {decoder.name} failed: {str(error) or 'it took too long'}{says}"

@@ -24,6 +24,7 @@ from pdproxy.kv_signals.board import Expectation
 from pdproxy.orchestrator.context import RequestContext
 from pdproxy.telemetry.attempt_record import Path, Phase
 from pdproxy.tokens.prompt_size import PromptSize
+from transfer.wire import TERM_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,15 @@ class Attempt:
         instance.unbound(self.id)
 
     def headers(self, instance: Instance) -> Mapping[str, str]:
-        """Returns the headers that go with the attempt's calls to `instance`."""
+        """Returns the headers that go with the attempt's legs to `instance`. The term is that of the leader of this
+        instant, who knows of the attempt by now, whoever it was that granted it."""
+        term, headers = self._admission.term, self._headers(instance)
+        if term is not None and instance.adapter.traits.stale_term_code is not None:
+            headers[TERM_HEADER] = str(term)
+        return headers
+
+    def _headers(self, instance: Instance) -> dict[str, str]:
+        """Returns the headers without a term. Calls that let pages go have none: they are right in any term."""
         return {
             **self._forwarded,
             **instance.adapter.leg_headers(self.record.request_id, self.id),
@@ -273,7 +282,7 @@ class Attempt:
         if isinstance(how, ReleaseCall):
             delay_s = max(how.delay_s, GRACE_S) if self._is_decoded else how.delay_s
             return Way(
-                errand=replace(how, headers=self.headers(self.instance(how.role))),
+                errand=replace(how, headers=self._headers(self.instance(how.role))),
                 target=self.instance(how.role),
                 not_before_s=min(delay_s, lease_s / 2),
                 over_after_s=lease_s,
@@ -294,7 +303,7 @@ class Attempt:
             return None
         if not isinstance(how, ReleaseCall) or how.or_ready:
             return None
-        return replace(how, headers=self.headers(self.instance(how.role)))
+        return replace(how, headers=self._headers(self.instance(how.role)))
 
     @property
     def _knows_decoder(self) -> bool:

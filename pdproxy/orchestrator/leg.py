@@ -30,6 +30,7 @@ from pdproxy.errors import (
     LegNotTried,
     LegUnreachable,
     MemoryBudgetSpent,
+    StaleTerm,
 )
 from pdproxy.fleet.instance import Instance, Reliance
 from pdproxy.openai.assembled import too_large
@@ -143,7 +144,8 @@ class OpenLeg:
     async def open(self) -> None:
         """Sends the call, and waits for the answer's head.
 
-        Raises `EngineReply` for the engine's own 4xx, `Backpressure` for 429 and 503, `LegNotTried` where it is this
+        Raises `EngineReply` for the engine's own 4xx, `StaleTerm` for one that means the leader, not the request,
+        `Backpressure` for 429 and 503, `LegNotTried` where it is this
         machine's fault, `LegUnreachable` or `LegFailed` for the rest, and `MemoryBudgetSpent` for an error body; then
         the leg is closed.
         """
@@ -307,7 +309,12 @@ class OpenLeg:
             return Backpressure(self._name, self._instance.name, await self._whole_reply(leg))
         if 400 <= leg.status < 500:
             self._outcome = "refused"
-            return await self._whole_reply(leg)
+            reply, code = await self._whole_reply(leg), self._instance.adapter.traits.stale_term_code
+            if leg.status == 409 and code is not None and error_code(reply.content) == code:
+                self._outcome = "stale_term"
+                said = error_message(reply.content)[:MAX_REASON_CHARS]
+                return StaleTerm(self._name, self._instance.name, engine_says=said)
+            return reply
         if leg.status == 502 and self._peer is not None:
             traits = self._instance.adapter.traits
             if traits.kv_lost_code is not None:

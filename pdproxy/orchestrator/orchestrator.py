@@ -38,6 +38,7 @@ from pdproxy.errors import (
     NeverFits,
     NotReady,
     ProxyError,
+    StaleTerm,
 )
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.page_count import pages_leased
@@ -413,6 +414,8 @@ class Orchestrator:
     def _may_try_again(self, context: RequestContext, error: Failure) -> bool:
         """Tells whether another attempt may help, and remembers which instances failed. An instance that is busy or
         silent is not asked twice; a broken one is, where there is no other."""
+        if isinstance(error, StaleTerm):
+            return True  # No instance is at fault: the next attempt may go to the same ones, for today's leader.
         attempt = context.last_attempt
         names = [attempt.prefiller, attempt.decoder] if isinstance(error, _OF_BOTH) else [error.instance]
         context.avoid |= {name for name in names if name is not None}

@@ -235,7 +235,8 @@ class Observer(Protocol):
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
         """Notes the end of a leg. `outcome` is ``ok``, ``refused`` (4xx), ``busy`` (429, 503), ``failed``,
         ``timed_out``, ``not_tried`` (the proxy could open no connection), ``no_handoff`` (a prefiller kept no KV),
-        ``no_kv`` (the KV reached no decoder, which is in doubt itself or at fault) or ``closed`` (by the proxy)."""
+        ``no_kv`` (the KV reached no decoder, which is in doubt itself or at fault), ``stale_term`` (the engine has
+        heard of a later leader) or ``closed`` (by the proxy)."""
 
     def request_finished(self, record: RequestRecord) -> None: ...
 

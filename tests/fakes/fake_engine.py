@@ -33,8 +33,9 @@ from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.recognise import LOOKS
 from pdproxy.fleet.page_count import pages_needed
 from transfer.engine.api_error import from_core
-from transfer.errors import TransferError
-from transfer.wire import AnySignal, BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, PageGroupFacts
+from transfer.errors import StaleTerm, TransferError
+from transfer.roles.highest_term import HighestTerm
+from transfer.wire import TERM_HEADER, AnySignal, BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, PageGroupFacts
 
 Sink = Callable[[AnySignal], object]
 FIRST_ID = 100
@@ -332,10 +333,21 @@ class FakeEngine(ScriptedEngine):
         self.num_wrong_tags = 0
         """Of a decoder: pushes for which its buffer had no room. They are taken in all the same; a real one lets them
         wait."""
+        self.highest_term = HighestTerm()
         self._leases: dict[str, asyncio.TimerHandle] = {}
 
     def read_ids(self, body: dict[str, Any]) -> list[int]:
         return _prompt_ids(body)
+
+    async def generate(self, seen: Seen) -> FakeReply:
+        """Begins nothing for a leader that has been replaced."""
+        term = seen.headers.get(TERM_HEADER)
+        try:
+            self.highest_term.check(None if term is None else int(term))
+        except StaleTerm as error:
+            stale = from_core(error)
+            return json_reply(stale.body(), stale.status)
+        return await super().generate(seen)
 
     async def tell(self, seen: Seen) -> FakeReply:
         if seen.path == "/health":
@@ -467,6 +479,7 @@ class FakeEngine(ScriptedEngine):
         for lease in self._leases.values():
             lease.cancel()
         self._leases.clear()
+        self.highest_term = HighestTerm()
         self.num_reservations_waited = 0
         self.num_wrong_tags = 0
 

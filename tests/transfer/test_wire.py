@@ -29,6 +29,7 @@ FROM_SENDER: list[wire.SenderMessage] = [
     wire.Reserve(
         attempt="a", epoch="e", num_pages=3, num_now=3, num_tokens=7, timeout_s=1.5, notify=None, capability="c" * 64
     ),
+    wire.Reserve(attempt="a", epoch="e", num_pages=3, num_now=3, num_tokens=7, timeout_s=1.5, notify=None, term=7),
     wire.PagesWritten(attempt="a", count=3),
     wire.WritesDone(attempt="a", num_bytes=1 << 40, transfer_s=0.25),
     wire.WritesEnded(attempt="a", reason="cancelled"),
@@ -58,6 +59,7 @@ FROM_RECEIVER: list[wire.ReceiverMessage] = [
     wire.Reserved(attempt="a", pages=[(0, 1), (5, 1)], present=[(3, 1)], num_cached=2),
     wire.PagesTaken(attempt="a", count=3),
     wire.Refusal(attempt="a", epoch="e", reason="too large"),
+    wire.Refusal(attempt="a", epoch="e", reason="replaced", term=8),
     wire.Cancel(attempt="a"),
     wire.HeartbeatAck(epoch="e"),
     wire.HeartbeatAck(epoch="e", serial=3, missing=["c"]),
@@ -206,6 +208,7 @@ RANGES = {
     (0, 65_535),  # a port
     (1, 2**31),  # a process
     (0, 2**63 - 1),  # an inode
+    (1, 2**63 - 1),  # a term
     (None, 1_000_000_000),  # what is left of an attempt's time, which may be over
 }
 LENGTHS = {64, 256, 8192}
@@ -213,6 +216,7 @@ UNBOUNDED_NUMBERS = {
     "Hello.version",  # compared with one number
     "Slab.base_address",
     *("Reserve.num_pages", "Reserve.num_now", "Reserve.num_tokens", "Reserve.timeout_s"),  # refused with an answer
+    "Reserve.term",  # likewise
     *("Reserved.pages", "Reserved.present", "WrittenPages.pages"),  # looked at together
     *("KvGranted.rank", "KvReady.rank", "KvFailed.rank", "KvReleased.rank", "ProxyNotif.rank"),  # names, not counts
     *("PushParams.prompt_token_ids", "Handoff.prompt_token_ids", "ResumeParams.prompt_token_ids"),

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from transfer import errors
-from transfer.errors import HandshakeRefused, TransferError
+from transfer.errors import HandshakeRefused, StaleTerm, TransferError
 from transfer.plan.layout import LayerKv
 from transfer.plan.runs import Run
 from transfer.wire import PushParams
@@ -114,6 +114,8 @@ class Failed(_Message, frozen=True):
     def of(cls, number: int, error: TransferError) -> Failed:
         if isinstance(error, HandshakeRefused):
             return cls(number, "HandshakeRefused", [error.field, str(error.ours), str(error.theirs)])
+        if isinstance(error, StaleTerm):
+            return cls(number, "StaleTerm", [str(error.term), str(error.heard)])
         return cls(number, type(error).__name__, [str(error)])
 
     @property

@@ -74,6 +74,8 @@ class GenerationJob:
     is ignored."""
     push: PushParams | None = None
     handoff: Handoff | None = None
+    term: int | None = None
+    """The term of the leader for whom the job is asked for; None where none was told."""
 
     @property
     def num_question_tokens(self) -> int:
@@ -129,7 +131,8 @@ class EngineCore(Protocol):
     it.
 
     Errors of `generate` and `prefill`, while entering or while tokens are awaited: `TransferError` (the KV did not
-    arrive, or could not be sent), `EngineBusy`, `JobTooLarge`. Anything else is a bug, answered 500.
+    arrive, or could not be sent), `EngineBusy`, `JobTooLarge`. Anything else is a bug, answered 500. Entering a job of
+    a lower term than the core has heard of raises `StaleTerm`, and nothing is begun then.
     """
 
     @property

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from transfer.engine.api import EngineBusy, JobTooLarge, RankLost
-from transfer.errors import ReceiverLost, TransferError
+from transfer.errors import ReceiverLost, StaleTerm, TransferError
+from transfer.wire import TERM_HEADER
 
 
 @dataclass(eq=False)
@@ -94,6 +95,9 @@ def from_core(error: Exception) -> ApiError:
             )
         case JobTooLarge():
             return too_long(str(error), "prompt")
+        case StaleTerm():  # nobody's fault: a new attempt, of the leader of today, may be tried at once
+            message = f"{error}; ask for a new turn"
+            return ApiError(message, param=TERM_HEADER, code="stale_term", status=409, type="conflict_error")
         case RankLost():  # this engine's fault, not its peer's
             return ApiError(str(error), code="rank_lost", status=500, type="server_error")
         case ReceiverLost():  # the peer's fault, as far as can be seen from here

@@ -16,6 +16,7 @@ import msgspec
 
 from transfer.engine.api_error import ApiError, body_too_large, memory_spent
 from transfer.memory_budget import MemoryShare
+from transfer.wire import MAX_TERM, TERM_HEADER
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -23,6 +24,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
+
+_TERM_HEADER = TERM_HEADER.encode()
 
 
 class ClientGoneError(Exception):
@@ -47,6 +50,21 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int, memory: Me
             return piece
         body += piece
     return bytes(body)
+
+
+def read_term(scope: Scope) -> int | None:
+    """Returns the term of the leader for whom a leg is sent, as its header says; None where there is no such header.
+    Raises `ApiError` for one that is no term."""
+    told: list[bytes] = [value for name, value in scope["headers"] if name == _TERM_HEADER]
+    if not told:
+        return None
+    digits = told[0] if len(told) == 1 else b""
+    # The length first: Python refuses to read thousands of digits.
+    term = int(digits) if digits.isdigit() and len(digits) <= len(str(MAX_TERM)) else 0
+    if not 0 < term <= MAX_TERM:
+        message = f"{TERM_HEADER} must be one whole number from 1 to {MAX_TERM}"
+        raise ApiError(message, param=TERM_HEADER)
+    return term
 
 
 def _make_room(num_bytes: int, limit_bytes: int, memory: MemoryShare) -> None:

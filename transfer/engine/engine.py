@@ -44,12 +44,13 @@ from transfer.engine.running import Prefilled, Running, first_token
 from transfer.engine.scheduler import Scheduler
 from transfer.engine.sequence import Sequence
 from transfer.engine.worker import EngineWorker
-from transfer.errors import AttemptLost, GeometryError, TransferError
+from transfer.errors import AttemptLost, GeometryError, StaleTerm, TransferError
 from transfer.geometry import PageGroup
 from transfer.memory.buffer import PagedBuffer
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.keys import chunk_keys
 from transfer.roles.epochs import sender_epoch
+from transfer.roles.highest_term import HighestTerm
 from transfer.roles.rank_slab import OtherSlabs
 from transfer.roles.receiver import Receiver
 from transfer.roles.self_check import SelfCheck
@@ -62,7 +63,8 @@ class Engine:
 
     Mutable state: `_num_taken` (requests inside), `_pushes` (attempts on their way out), `_background` (what outlives
     its request), `_lane` (set once, at start), `_totals` (for statistics), `_others` (what the other ranks last said of
-    their parts of the PD buffer). Event loop's thread only; the worker has the rest.
+    their parts of the PD buffer), `_highest_term` (of the leaders that were heard of). Event loop's thread only; the
+    worker has the rest.
     """
 
     def __init__(self, settings: EngineSettings, ranks: OtherRanks | None = None) -> None:
@@ -104,6 +106,7 @@ class Engine:
         self._store = store
         self._agents: list[NixlAgent] = []
         self._lane: Lane | None = None
+        self._highest_term = HighestTerm()
         self._receiver: Receiver | None = None
         self._self_check: SelfCheck | None = None
         self._intake: CacheIntake | None = None
@@ -188,6 +191,7 @@ class Engine:
     @asynccontextmanager
     async def generate(self, job: GenerationJob) -> AsyncIterator[Generation]:
         """Computes an answer. See `EngineCore.generate`."""
+        self._highest_term.check(job.term)
         with self._place():
             running = Running(self._continued_sequence(job))
             if job.handoff is None:
@@ -204,13 +208,18 @@ class Engine:
     async def prefill(self, job: GenerationJob) -> AsyncIterator[Prefill]:
         """Reads a prompt and pushes its KV. See `EngineCore.prefill`."""
         assert job.push is not None
+        self._highest_term.check(job.term)
         if self._plane is None:
             raise TransferError(f"this engine's role is {self.settings.role}: it does not push KV to a decoder")
         with self._place():
             running = Running(self._sequence(job, len(job.prompt_token_ids)))
             sequence = running.sequence
             keys = sequence.keys or self._chunk_keys(job, sequence.prompt_pages)
-            push = await RanksPush.open(self._plane, self._ranks, job.push, sequence.num_prompt_tokens, keys)
+            try:
+                push = await RanksPush.open(self._plane, self._ranks, job.push, sequence.num_prompt_tokens, keys)
+            except StaleTerm as error:
+                self._highest_term.hear(error.heard)  # the decoder knew of it first
+                raise
             self._pushes[job.push.attempt] = push
             self._totals["prefills"] += 1
             sequence.stops_after_first = True
@@ -272,6 +281,7 @@ class Engine:
             num_reservations_waited=pages.num_waited if pages else 0,
             num_wrong_tags=self._num_wrong_tags,
             fleet_key="none" if self._fleet_key is None else self._fleet_key.fingerprint,
+            term=self._highest_term.value,
         )
 
     def fault(self) -> str | None:
@@ -332,6 +342,7 @@ class Engine:
             others=self._other_slabs(),
             intake=self._intake,
             cache=self._worker if self._pins_prompts else None,
+            highest_term=self._highest_term,
         )
         return receiver
 

@@ -24,6 +24,7 @@ from transfer.engine.asgi import (
     Send,
     event,
     read_body,
+    read_term,
     while_connected,
 )
 from transfer.engine.choices import Choice, EventStream, collect, run_all
@@ -83,8 +84,10 @@ class GenerationEndpoint:
             self._descriptors.measure_again()  # the KV side opens connections that nobody counts
             if self._descriptors.is_tight:
                 raise out_of_descriptors()
+        term = read_term(scope)
         body = await read_body(scope, receive, self._max_body_bytes, memory)
-        return self._parse(body, self._core.model, self._role)
+        request = self._parse(body, self._core.model, self._role)
+        return request if term is None else request.of_term(term)
 
     async def _answer(self, request: GenerationRequest, reply: Reply) -> None:
         """Answers a request. This is the border: an error below it becomes an OpenAI error object here."""
@@ -127,6 +130,7 @@ class GenerationEndpoint:
             eos_token_ids=frozenset() if request.ignore_eos else model.eos_token_ids,
             push=request.push,
             handoff=request.handoff,
+            term=request.term,
         )
 
     def _new_answer(self, request: GenerationRequest, job: GenerationJob) -> Answer:

@@ -8,7 +8,7 @@ because an answer that silently lacks it would be wrong.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -67,6 +67,13 @@ class GenerationRequest:
     ids."""
     push: PushParams | None
     handoff: Handoff | None
+    term: int | None = None
+    """The term of the leader for whom this is asked, which comes in a header; None where none was told."""
+
+    def of_term(self, term: int) -> GenerationRequest:
+        """Returns this request with its term, which goes on to the decoder with the KV."""
+        push = None if self.push is None else msgspec.structs.replace(self.push, term=term)
+        return replace(self, term=term, push=push)
 
 
 class StreamOptions(msgspec.Struct):

@@ -79,7 +79,7 @@ class Writer:
 @dataclass(slots=True, eq=False, kw_only=True)
 class Reservation:
     """A `Reservation` is one attempt. The fields up to `keys` are what its senders ask for, each of them the same. The
-    fields below tell what became of it.
+    fields below `term` tell what became of it.
 
     `Reservations` changes it; everybody else only reads.
     """
@@ -99,6 +99,8 @@ class Reservation:
     keys: tuple[bytes, ...] = ()
     """Holds, per ordinal, the key of the chunk that will be there; ``b""`` for a private one. Where it is empty, all
     are private."""
+    term: int | None = None
+    """The term of the leader for whom the first rank to ask was sent; None where none was told."""
     holding: Holding = Holding.QUEUED
     writers: dict[int, Writer] = field(default_factory=dict)
     """Holds, by rank, those of `expected` that have joined."""

@@ -37,6 +37,7 @@ class PushRequest:
     keys: list[bytes]
     notify: str | None
     capability: str | None
+    term: int | None
     deadline: float
 
 
@@ -327,6 +328,7 @@ class Push:
             notify=self._request.notify,
             keys=self._request.keys,
             capability=self._request.capability,
+            term=self._request.term,
         )
 
     def _fill(

@@ -29,7 +29,14 @@ import zmq
 
 from transfer import wire
 from transfer.agents.base import TransferAgent
-from transfer.errors import AttemptLost, HandshakeRefused, IllegalTransition, ReservationRefused, TransferError
+from transfer.errors import (
+    AttemptLost,
+    HandshakeRefused,
+    IllegalTransition,
+    ReservationRefused,
+    StaleTerm,
+    TransferError,
+)
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.engine_cache import EngineCache
 from transfer.memory.reservation import MAY_EXPIRE
@@ -52,6 +59,7 @@ from transfer.roles.control import (
 from transfer.roles.curve import Doorkeeper
 from transfer.roles.epochs import engines_of, is_successor
 from transfer.roles.handshake import Identity
+from transfer.roles.highest_term import HighestTerm
 from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
 from transfer.roles.rank_slab import OtherSlabs, RankSlab, check_slabs
@@ -157,12 +165,14 @@ class Receiver:
         others: OtherSlabs | None = None,
         intake: Intake | None = None,
         cache: EngineCache | None = None,
+        highest_term: HighestTerm | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes rank 0's `agent`, `buffer` and `identity`; `others` are the slabs of the other ranks, if there are any.
 
         Where the ranks have unlike numbers of pages, only as many are used as the smallest has. An `intake` is for one
-        rank, and a `cache` answers for all of them. Raises `TransferError` for arguments that do not fit together.
+        rank, and a `cache` answers for all of them. The `highest_term` is the whole process's. Raises `TransferError`
+        for arguments that do not fit together.
         """
         self._slab = RankSlab(agent, buffer, identity)
         self._slabs = [] if others is None else list(others.slabs)
@@ -176,6 +186,9 @@ class Receiver:
         self._config = config
         self._intake = intake
         self._clock = clock
+        self.highest_term = highest_term or HighestTerm()
+        """Tells which leaders have been replaced. Their attempts get no pages."""
+        self.highest_term.when_raised(self._turn_away)
         num_pages = min([buffer.num_pages, *(slab.num_pages for slab in self._slabs)])
         self._reservations = Reservations(num_pages, None if cache is None else GuardedCache(cache))
         self._waiters: dict[str, asyncio.Future[None]] = {}
@@ -473,11 +486,12 @@ class Receiver:
                 expected=all_writers(self._identity.layout.kv, rank.size, self.num_ranks),
                 num_senders=rank.size,
                 keys=tuple(message.keys),
+                term=message.term,
             )
             grant = self._reservations.request(wanted, rank.index, writer, windowed=self._may_pass(table))
         except ReservationRefused as refusal:
-            epoch = self._agent.epoch
-            self._send(writer, wire.Refusal(attempt=message.attempt, epoch=epoch, reason=str(refusal)))
+            epoch, term = self._agent.epoch, refusal.heard if isinstance(refusal, StaleTerm) else None
+            self._send(writer, wire.Refusal(attempt=message.attempt, epoch=epoch, reason=str(refusal), term=term))
             return
         self._last_heard[writer] = self._clock()
         self._watch(peer)
@@ -491,6 +505,7 @@ class Receiver:
         if message.epoch != self._agent.epoch:
             raise ReservationRefused("the receiver was restarted; shake hands again")
         self._check_trust(message)
+        self._check_term(message)
         is_new = self._reservations.get(message.attempt) is None
         if is_new and self._reservations.num_queued >= MAX_QUEUED:
             raise ReservationRefused(f"{MAX_QUEUED} attempts wait for pages already")
@@ -519,6 +534,43 @@ class Receiver:
             raise ReservationRefused(
                 f"this decoder sends no signals to {notify}; allow it with the decoder's option notify_hosts"
             )
+
+    def _check_term(self, message: wire.Reserve) -> None:
+        """Raises `StaleTerm` for an attempt that would begin here for a leader that has been replaced, and
+        `ReservationRefused` for a term that is none.
+
+        A rank that joins an attempt which has begun begins nothing, whatever was heard of since its first rank asked.
+        """
+        term = message.term
+        if term is not None and not 0 < term <= wire.MAX_TERM:
+            raise ReservationRefused(f"a term is from 1 to {wire.MAX_TERM}, not {term}")
+        self.highest_term.hear(term)  # before the look: it may end an attempt that waits
+        known = self._reservations.get(message.attempt)
+        if known is None or known.holding is Holding.QUARANTINED:
+            self.highest_term.check(term)
+
+    def _turn_away(self) -> None:
+        """Refuses the attempts of replaced leaders that wait for their first pages.
+
+        All of them are withdrawn before anybody is told: telling lets the queue have its turn.
+        """
+        if self._socket.is_closed:
+            return
+        waiting = [r for r in self._reservations.all() if r.holding is Holding.QUEUED and not r.pages]
+        stale = [r for r in waiting if self.highest_term.is_stale(r.term)]
+        changes = [self._reservations.withdraw(r.attempt, "its leader has been replaced", "failed") for r in stale]
+        for change in changes:
+            if change is not None:
+                reservation = change.reservation
+                refusal = wire.Refusal(
+                    attempt=reservation.attempt,
+                    epoch=self._agent.epoch,
+                    reason=reservation.reason,
+                    term=self.highest_term.value,
+                )
+                self._tell(change.stop, refusal)  # before the word that only cancels: it tells them why
+                self._follow(change)
+        self._reset_timer()
 
     def _check_pages(self, message: wire.Reserve) -> PageTable:
         """Returns the attempt's page table. Raises `ReservationRefused` unless as many pages are asked for as both

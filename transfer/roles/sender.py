@@ -89,9 +89,10 @@ class Sender:
 
         `params.receivers` are all ranks of one decoder, at its receiver's address. `keys` name the pages' contents
         (`transfer.plan.keys`). Without keys nothing is shared. Where there are more than fit into a message, only the
-        first pages are shared. Raises `ReservationRefused`, `HandshakeRefused` or `PeerLost`, and another
-        `TransferError` for receivers or keys that cannot be, or for more than `MAX_PAGES` pages; nothing is held then.
-        With a receiver that was restarted since the last push, the sender shakes hands anew.
+        first pages are shared. Raises `ReservationRefused` (`StaleTerm` where the receiver has heard of a higher term
+        than the attempt's), `HandshakeRefused` or `PeerLost`, and another `TransferError` for receivers or keys that
+        cannot be, or for more than `MAX_PAGES` pages; nothing is held then. With a receiver that was restarted since
+        the last push, the sender shakes hands anew.
         """
         endpoint = _the_receiver(params.receivers)
         layout = self._identity.layout
@@ -108,7 +109,9 @@ class Sender:
         await route.ready()
         if self._is_closed:
             raise PeerLost(CLOSING)
-        request = PushRequest(params.attempt, table, _first_keys(keys), params.notify, params.capability, deadline)
+        request = PushRequest(
+            params.attempt, table, _first_keys(keys), params.notify, params.capability, params.term, deadline
+        )
         push = Push(self._agent, layout, route, request, self._notifier, self._own)
         self._pushes.add(push)
         push.when_ended(self._pushes.discard)

@@ -28,7 +28,15 @@ import zmq
 
 from transfer import wire
 from transfer.agents.base import Region, TransferAgent
-from transfer.errors import AttemptLost, HandshakeRefused, PeerLost, ReceiverLost, ReservationRefused, TransferError
+from transfer.errors import (
+    AttemptLost,
+    HandshakeRefused,
+    PeerLost,
+    ReceiverLost,
+    ReservationRefused,
+    StaleTerm,
+    TransferError,
+)
 from transfer.plan.feeds import readers_of
 from transfer.plan.placement import Placement
 from transfer.plan.runs import Run, are_within, num_in, numbers_of
@@ -118,6 +126,7 @@ class _Ask:
     sent_at: float
     num_pages: int
     is_whole: bool
+    term: int | None
     grant: asyncio.Future[GrantedPages]
 
 
@@ -269,7 +278,7 @@ class Session:
             raise self._lost
         is_first, is_whole = message.attempt not in self._open, message.num_now == message.num_pages
         future = asyncio.get_running_loop().create_future()
-        ask = _Ask(time.monotonic(), message.num_pages, is_whole, future)
+        ask = _Ask(time.monotonic(), message.num_pages, is_whole, message.term, future)
         self._asks[message.attempt] = ask
         if is_first:
             self._standing.opened(self.welcome.epoch, message.attempt)
@@ -288,8 +297,11 @@ class Session:
 
     def give_up(self, attempt: str, reason: str) -> None:
         """Ends the wait for pages of this attempt with `ReservationRefused`, if anybody waits."""
+        self._refuse(attempt, ReservationRefused(reason))
+
+    def _refuse(self, attempt: str, error: ReservationRefused) -> None:
         if (ask := self._asks.get(attempt)) is not None:
-            _fail(ask.grant, ReservationRefused(reason))
+            _fail(ask.grant, error)
 
     def release(self, message: LastWord) -> None:
         """Says the last word about an attempt. No write of ours is under way for it any more."""
@@ -452,12 +464,19 @@ class Session:
                     listener.taken(message.count)
             case wire.Refusal():
                 self._check_epoch(message.epoch)
-                self.give_up(message.attempt, message.reason[:MAX_REASON_CHARS])
+                self._refuse(message.attempt, self._why_refused(message))
             case wire.Cancel():
                 self._cancelled(message.attempt)
             case wire.HeartbeatAck():
                 self._check_epoch(message.epoch)
                 self._answered(message)
+
+    def _why_refused(self, message: wire.Refusal) -> ReservationRefused:
+        """Returns the error that a refusal stands for: `StaleTerm` where a higher term than ours is the reason."""
+        ask = self._asks.get(message.attempt)
+        if ask is not None and ask.term is not None and message.term is not None and message.term > ask.term:
+            return StaleTerm(ask.term, message.term)
+        return ReservationRefused(message.reason[:MAX_REASON_CHARS])
 
     def _check_epoch(self, epoch: str) -> None:
         if self._lost is None and epoch != self.welcome.epoch:

@@ -168,7 +168,7 @@ def test_faults_in_a_row_close_it_to_new_attempts(fault: str) -> None:
     assert instance.num_legs == 0
 
 
-@pytest.mark.parametrize("outcome", ["busy", "refused", "closed", "no_kv"])
+@pytest.mark.parametrize("outcome", ["busy", "refused", "closed", "no_kv", "stale_term"])
 def test_what_is_no_fault_never_opens_it_nor_proves_its_health(outcome: str) -> None:
     instance = make_ready(make_instance(care=OPENS_AT_TWO))
     for _ in range(10):

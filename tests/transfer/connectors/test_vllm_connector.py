@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.transfer.connectors.mini_vllm import HYBRID, PLAIN, TOKENS, WINDOWED, MiniVllm, Request, until
+from transfer import wire
 from transfer.agents.fates import Fate
 from transfer.agents.mock import Hold, Land, MockAgent, MockFabric
 from transfer.agents.mock_write import MockWrite
@@ -86,9 +87,9 @@ class World:
     def prompt(self, num_tokens: int) -> list[int]:
         return [random.randrange(1, 1000) for _ in range(num_tokens)]
 
-    def prefill(self, prompt: list[int], timeout_s: float = 30.0) -> Request:
+    def prefill(self, prompt: list[int], timeout_s: float = 30.0, **more: object) -> Request:
         attempt = uuid.uuid4().hex
-        params = {
+        params = more | {
             "attempt": attempt,
             "receivers": [msgspec.to_builtins(end) for end in self.decoder.receiver.endpoints],
             "timeout_s": timeout_s,
@@ -382,6 +383,28 @@ def test_a_decoder_that_cannot_be_reached_fails_the_attempt_and_not_the_engine()
         assert lost.reply is not None
         assert lost.reply["failure"]
         assert lost.reply["is_receiver_lost"]
+        world.check_all_free()
+
+
+def test_a_decoder_reserves_nothing_for_a_leader_that_has_been_replaced() -> None:
+    """It hears of terms by reservations alone: a leg's headers end at vLLM."""
+    with new_world() as world:
+        newer = world.prefill(world.prompt(10), term=8)
+        world.until_ready(newer)
+        older = world.prefill(world.prompt(10), term=7)
+        until(lambda: older.state == "over", world.step, "it hangs")
+        assert older.reply is not None
+        assert older.reply["failure"] == "the attempt is of term 7, and a leader of term 8 has been heard of"
+        assert world.holding(older) is None
+        inbox = world.decoder.inbox
+        assert inbox is not None
+        numbers = dict.fromkeys(("bytes_per_token", "page_bytes", "num_pages", "num_free", "num_quarantined"), 0)
+        names = {"epoch": "e", "role": "decode", "model": "m", "dtype": "float32", "chunk_size": TOKENS}
+        inbox._make_facts = lambda _: msgspec.convert(
+            names | numbers | {"max_model_len": 9, "receivers": []}, wire.BufferFacts
+        )
+        assert inbox.buffer_facts().term == 8
+        assert inbox.cancel(newer.kv_transfer_params["attempt"])  # type: ignore[index]
         world.check_all_free()
 
 

@@ -200,7 +200,8 @@ class ReceiverThread(LoopThread):
         """Returns what the proxy is told."""
         facts = self._make_facts(self._receiver)
         num_wrong = facts.num_wrong_tags + (0 if self._takes is None else self._takes.num_wrong_tags)
-        return msgspec.structs.replace(facts, num_wrong_tags=num_wrong)
+        term = None if self._receiver is None else self._receiver.highest_term.value
+        return msgspec.structs.replace(facts, num_wrong_tags=num_wrong, term=term)
 
     def cancel(self, attempt: str) -> bool:
         """Withdraws an attempt. Returns True when none of its pages is held any more."""
