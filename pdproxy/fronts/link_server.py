@@ -14,13 +14,11 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any, Protocol
-
-import anyio
 
 from pdproxy.fronts import messages
 from pdproxy.fronts.channel import Handlers
@@ -139,7 +137,9 @@ class LinkServer:
         self._num_strangers = 0
         self._noted: set[tuple[str, str]] = set()
         self._listeners: list[socket.socket] = []
-        self._tasks: anyio.abc.TaskGroup | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
         self._has_lapsed = False
         self._is_closed = False
 
@@ -156,17 +156,30 @@ class LinkServer:
     async def run(self) -> None:
         """Serves until it is cancelled or closed."""
         try:
-            async with anyio.create_task_group() as self._tasks:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._start(self._keep_ticking())
                 for one in self._listeners:
-                    self._tasks.start_soon(self._accept, one)
-                while not self._is_closed:
-                    await asyncio.sleep(max(self._ticked_at + self._tick_s - self._clock(), 0.001))
-                    self.tick()
+                    self._start(self._accept(one))
+                await self._ended.wait()
+                for task in self._running:
+                    task.cancel()
         finally:
             self._tasks = None
             self._hang_up("the leader's link has ended")
             for one in self._listeners:
                 one.close()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts a task, from a connection's callback too, which anyio's groups do not allow."""
+        assert self._tasks is not None
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _keep_ticking(self) -> None:
+        while True:
+            await asyncio.sleep(max(self._ticked_at + self._tick_s - self._clock(), 0.001))
+            self.tick()
 
     def close(self) -> None:
         """Ends all sessions and connections. Idempotent."""
@@ -174,10 +187,10 @@ class LinkServer:
         self._hang_up("the leader ends")
         for session in list(self._sessions.values()):
             self._close(session, "the leader ends")
-        if self._tasks is not None:
-            self._tasks.cancel_scope.cancel()
-        for one in self._listeners:
-            one.close()
+        self._ended.set()
+        if self._tasks is None:
+            for one in self._listeners:
+                one.close()
 
     def tick(self) -> None:
         """Counts how long fronts were not heard, and closes the sessions of those that have gone. To be called about as
@@ -224,13 +237,12 @@ class LinkServer:
                 self.note("", f"a connection cannot be taken: {error}")
                 await asyncio.sleep(FULL_S)
                 continue
-            assert self._tasks is not None
             if self._num_strangers >= MAX_STRANGERS:
                 self.note("", f"more than {MAX_STRANGERS} connections wait to prove themselves; new ones are refused")
                 client.close()
             else:
                 self._num_strangers += 1
-                self._tasks.start_soon(self._welcome, client)
+                self._start(self._welcome(client))
 
     async def _welcome(self, client: socket.socket) -> None:
         """Makes a connection, which ends by itself where the other end does not prove itself in time."""
@@ -394,10 +406,10 @@ class LinkServer:
 
     def pipe(self, connection: Connection, admit: Callable[[], None], whom: str) -> None:
         """Joins a connection to the operators' socket."""
-        if self._operators is None or self._tasks is None:
+        if self._operators is None:
             self.refuse(connection, "operators", whom)
         else:
-            self._tasks.start_soon(self._pipe, connection, self._operators, admit, whom)
+            self._start(self._pipe(connection, self._operators, admit, whom))
 
     async def _pipe(self, connection: Connection, path: str, admit: Callable[[], None], whom: str) -> None:
         try:

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
-import anyio
-
 from pdproxy.fronts.connection import Connection, framed
 from pdproxy.fronts.dialler import Dialler
 from pdproxy.fronts.handshake import Admitted, Lead, Peer
@@ -166,7 +164,7 @@ class OperatorsTunnel:
         self._dialler = Dialler("operators", front, tls)
         self._lead: Lead | None = None
         self._connections: set[Connection] = set()
-        self._tasks: anyio.abc.TaskGroup | None = None
+        self._tasks: asyncio.TaskGroup | None = None
 
     def follow(self, lead: Lead | None) -> None:
         """Leads to this leader from now on. Pipes to one of another term end."""
@@ -182,11 +180,12 @@ class OperatorsTunnel:
 
     async def run(self) -> None:
         """Listens until it is cancelled. Raises `OSError` where it cannot."""
-        async with anyio.create_task_group() as self._tasks:
+        async with asyncio.TaskGroup() as self._tasks:  # tasks start in callbacks, which anyio's groups do not allow
             server = await asyncio.get_running_loop().create_unix_server(lambda: LocalEnd(self._made), self._path)
             try:
-                await anyio.sleep_forever()
+                await asyncio.Event().wait()
             finally:
+                self._tasks = None
                 server.close()
                 with suppress(OSError):
                     os.unlink(self._path)
@@ -195,7 +194,7 @@ class OperatorsTunnel:
         if self._tasks is None or self._lead is None:
             local.abort()
         else:
-            self._tasks.start_soon(self._serve, local, self._lead)
+            self._tasks.create_task(self._serve(local, self._lead))
 
     async def _serve(self, local: LocalEnd, lead: Lead) -> None:
         is_admitted = asyncio.Event()
