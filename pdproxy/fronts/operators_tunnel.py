@@ -31,13 +31,15 @@ LAST_WRITES_S = 60.0
 class LocalEnd(asyncio.Protocol):
     """`LocalEnd` is the local end of a pipe: it passes bytes on to the connection, and brings those from there.
 
-    Mutable state: the transport, while there is one; the connection, once joined; which of the two ends has said all.
+    Mutable state: the transport, while there is one; the connection, once joined, and what was said before; which of
+    the two ends has said all.
     """
 
     def __init__(self, on_made: Callable[[LocalEnd], object] = lambda local: None) -> None:
         self._on_made = on_made
         self._connection: Connection | None = None
         self._transport: asyncio.Transport | None = None
+        self._early = b""
         self._has_ended = self._has_far_ended = False
         self._gone = asyncio.Event()
 
@@ -53,6 +55,10 @@ class LocalEnd(asyncio.Protocol):
         connection.on_frame = self._take
         connection.on_room = self._hold
         watch(connection)
+        self.data_received(self._early)
+        self._early = b""
+        if self._has_ended:
+            connection.write(framed(b""))
         self._hold(True)
 
     async def run(self) -> None:
@@ -89,15 +95,17 @@ class LocalEnd(asyncio.Protocol):
             self._connection.hold(False)
 
     def data_received(self, data: bytes) -> None:
-        assert self._connection is not None
+        if self._connection is None:  # uvloop begins to read after `connection_made`, whatever that has said
+            self._early += data
+            self._hold(False)
+            return
         for begin in range(0, len(data), MAX_CHUNK_BYTES):
             self._connection.write(framed(data[begin : begin + MAX_CHUNK_BYTES]))
 
     def eof_received(self) -> bool:
-        if self._connection is None:
-            return False
-        self._connection.write(framed(b""))
         self._has_ended = True
+        if self._connection is not None:
+            self._connection.write(framed(b""))
         self._close_if_over()
         return True  # it may still be told something
 

@@ -1,4 +1,4 @@
-"""The front's lease ends before the leader takes it for gone, in whichever order things are delayed, cut and stopped."""
+"""A front's lease ends before the leader takes it for gone, in whichever order things are late, cut and stopped."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The operators' pages by way of the tunnel: whole answers, half-closed ends, slow readers, and nothing that is left."""
+"""Pages by way of the operators' tunnel: whole answers, half-closed ends, slow readers, and nothing that is left."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -119,7 +119,7 @@ async def test_who_reads_slowly_makes_the_other_end_wait(tmp_path: Path) -> None
     until_read = asyncio.Event()
 
     async def pour(writer: asyncio.StreamWriter, way: str) -> None:
-        for _ in range(1600):  # 100 MiB
+        for _ in range(800):  # 50 MiB
             writer.write(piece)
             await writer.drain()
             num_taken[way] += len(piece)
@@ -138,16 +138,16 @@ async def test_who_reads_slowly_makes_the_other_end_wait(tmp_path: Path) -> None
         last = -1
         while last != sum(num_taken.values()):  # until nothing moves any more
             last = sum(num_taken.values())
-            await asyncio.sleep(0.2)
-        assert 0 < max(num_taken.values()) < 32 << 20, num_taken
+            await asyncio.sleep(0.1)
+        assert 0 < max(num_taken.values()) < 25 << 20, num_taken
         until_read.set()
         num = 0
         while data := await reader.read(1 << 16):
             num += len(data)
-            if num == 1600 << 16:
+            if num == 800 << 16:
                 await pouring
                 writer.write_eof()
-        assert num == 1600 << 16
+        assert num == 800 << 16
         writer.close()
 
 
@@ -215,5 +215,6 @@ async def test_a_wrong_secret_opens_no_tunnel(tmp_path: Path) -> None:
         found.tunnel.follow(Lead(1, found.lead.address, "another", TTL_S))
         reader, writer = await found.open()
         writer.write(b"who is there?")
-        assert await asyncio.wait_for(reader.read(), 3.0) == b""
+        with suppress(ConnectionResetError):  # what it said was not read
+            assert await asyncio.wait_for(reader.read(), 3.0) == b""
         writer.close()
