@@ -218,3 +218,26 @@ async def test_a_wrong_secret_opens_no_tunnel(tmp_path: Path) -> None:
         with suppress(ConnectionResetError):  # what it said was not read
             assert await asyncio.wait_for(reader.read(), 3.0) == b""
         writer.close()
+
+
+@on_both_loops
+async def test_a_page_that_never_ends_stops_when_its_reader_has_gone(tmp_path: Path) -> None:
+    """The page looks at nothing that its reader says, so that it learns of this by writing alone."""
+    stopped = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                writer.write(bytes(1000))
+                await writer.drain()
+                await asyncio.sleep(0.001)
+        except OSError:
+            stopped.set()
+        writer.close()
+
+    async with pages(tmp_path, talk) as found:
+        reader, writer = await found.open()
+        await reader.readexactly(5000)
+        writer.transport.abort()
+        await asyncio.wait_for(stopped.wait(), 3.0)
+        await until(lambda: not found.tunnel.num_pipes and not found.leader.server._connections)
