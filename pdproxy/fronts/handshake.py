@@ -130,7 +130,7 @@ class Answer(msgspec.Struct, array_like=True, tag=111):
 
 
 class Handled(msgspec.Struct, array_like=True, tag=112):
-    """So many frames of the session were handled. It is said between beats when much was."""
+    """One end has handled so many frames. It says so between beats when they were large."""
 
     num_handled: int
 

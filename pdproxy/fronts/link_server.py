@@ -65,7 +65,7 @@ Send = Callable[[Any], None]
 
 
 class OpenedSession(Protocol):
-    """What the user has for one front. `close` is called once, when the session is over."""
+    """`OpenedSession` is what the user has for one front. `close` is called once, when the session is over."""
 
     handlers: Handlers
 

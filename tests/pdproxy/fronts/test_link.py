@@ -17,6 +17,7 @@ import pytest
 
 from pdproxy.errors import ConfigError
 from pdproxy.fronts import handshake, link_server, session_end
+from pdproxy.fronts.connection import Connection
 from pdproxy.fronts.handshake import Lead, Peer, tls_contexts
 from pdproxy.fronts.link import Link
 from pdproxy.fronts.link_server import LinkServer
@@ -539,6 +540,29 @@ async def test_an_older_connection_of_a_front_is_over_before_the_newer_is_answer
         await asyncio.sleep(0.05)
         assert leader.sessions[0].heard == [1, 2]
         assert len(leader.sessions) == 1
+
+
+async def test_a_try_that_comes_late_takes_nothing_from_a_younger_one() -> None:
+    """It was on its way while the front had given it up, and would close the session that the front has."""
+    async with linked(ttl_s=3.0) as (front, leader, _):
+        first = handshake.hello("front", 1, Peer("front-0"), front.link.dialler._process, 0)
+        refused: list[Any] = []
+
+        def take(frame: bytes) -> None:
+            message = handshake.read_one(frame)
+            if isinstance(message, handshake.Challenge):
+                late.send(handshake.Proof(handshake.prove(SECRET, "front", first, message.nonce, "", 0), "", 0))
+            else:
+                refused.append(message)
+
+        late = Connection(lambda connection: connection.send(first), lambda why: None)
+        late.on_frame = take
+        await asyncio.get_running_loop().create_connection(lambda: late, "127.0.0.1", leader.port)
+        await asyncio.wait_for(late.over.wait(), 3.0)
+        assert [one.reason for one in refused] == ["late"]
+        assert leader.sessions[0].num_closed == 0
+        front.link.send(Said(1))
+        await until(lambda: leader.sessions[0].heard == [1])
 
 
 async def test_a_front_of_an_expired_session_begins_anew_and_lapses_first() -> None:
