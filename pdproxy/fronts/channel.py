@@ -25,24 +25,67 @@ Handlers = Mapping[type, Callable[[Any], object]]
 """The function that is called with each message of a class, by the class."""
 
 
-class Channel(asyncio.Protocol):
+class Frames(asyncio.Protocol):
+    """`Frames` cuts what comes into frames. A subclass handles them, in order, until `is_over`.
+
+    Mutable state: what has come of a frame; how long one may be; whether the connection is over.
+    """
+
+    def __init__(self) -> None:
+        self.max_frame_bytes = MAX_FRAME_BYTES
+        self.is_over = False
+        self._received = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        begin = 0
+        while len(received) - begin >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(received, begin)
+            if length > self.max_frame_bytes:
+                self.close(f"a frame of {length} bytes")
+                return
+            end = begin + LENGTH.size + length
+            if len(received) < end:
+                break
+            frame = bytes(memoryview(received)[begin + LENGTH.size : end])
+            begin = end
+            try:
+                self._handle(frame)
+            except Exception as error:  # of one end or the other: they do not understand each other any more
+                log.exception("a message of the other process cannot be handled")
+                self.close(repr(error))
+                return
+            if self.is_over:
+                return
+        if begin:
+            del received[:begin]
+
+    def _handle(self, frame: bytes) -> None:
+        raise NotImplementedError
+
+    def close(self, why: str) -> None:
+        """Closes the connection, after what was sent. Idempotent."""
+        raise NotImplementedError
+
+
+class Channel(Frames):
     """`Channel` decodes messages of the union `incoming`, and calls what `handlers` has for the class of each.
 
     `on_lost` is called once, with the reason, when the connection is over; nothing is sent any more then. Mutable
-    state: the transport, once connected; what is to be sent at the end of this turn; what has come of a frame.
+    state: the transport, once connected; what is to be sent at the end of this turn.
     """
 
     def __init__(self, incoming: Any, on_lost: Callable[[str], object]) -> None:
+        super().__init__()
         self.handlers: Handlers = {}
         self._decode = msgspec.msgpack.Decoder(list[incoming]).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._outgoing: list[Any] = []
-        self._received = bytearray()
         self._why = "the connection was closed"
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.is_over = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -76,29 +119,6 @@ class Channel(asyncio.Protocol):
             self._write(transport, messages[half:])
         else:
             transport.write(LENGTH.pack(len(frame)) + frame)
-
-    def data_received(self, data: bytes) -> None:
-        received = self._received
-        received += data
-        begin = 0
-        while len(received) - begin >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(received, begin)
-            if length > MAX_FRAME_BYTES:
-                self.close(f"a frame of {length} bytes")
-                return
-            end = begin + LENGTH.size + length
-            if len(received) < end:
-                break
-            frame = bytes(memoryview(received)[begin + LENGTH.size : end])
-            begin = end
-            try:
-                self._handle(frame)
-            except Exception as error:  # of one end or the other: they do not understand each other any more
-                log.exception("a message of the other process cannot be handled")
-                self.close(repr(error))
-                return
-        if begin:
-            del received[:begin]
 
     def _handle(self, frame: bytes) -> None:
         handlers = self.handlers
