@@ -193,12 +193,12 @@ class Election:
         """Takes the store's answer to a call that was sent at `sent`."""
         if self._lead is not None and not self.is_leading:
             self._end_lead()  # its timer is late, and the answer must not revive it
-        if said is None or said.member != self.member.id:
-            # Whoever leads now leads alone; that this replica did, the store has forgotten.
-            self._end_lead()
-            self._note_leader(said)
-        elif said == self._lead:
+        if said is not None and said == self._lead:
             self._leads_until = max(self._leads_until, sent + self._ttl_s)
+            return
+        self._end_lead()  # which the store has forgotten: another may lead by now, or at any moment
+        if said is None or said.member != self.member.id:
+            self._note_leader(said)
         elif said.term <= self._led_term or said.term < self._seen_term or not self.is_candidate:
             self._old_lead = said
             self._note_leader(None)
@@ -210,7 +210,6 @@ class Election:
             self._seen_term = max(self._seen_term, said.term)
 
     def _begin_lead(self, sent: float, lead: Leader) -> None:
-        self._end_lead()
         self._lead, self._led_term = lead, lead.term
         self._leads_until = sent + self._ttl_s
         self._seen_term = max(self._seen_term, lead.term)

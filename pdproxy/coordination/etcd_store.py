@@ -198,7 +198,7 @@ class EtcdStore:
         return leader if done.succeeded else None
 
     async def _begin(self, member: str, address: str, seen: int, ttl_s: float, counter: _Pair | None) -> Leader | None:
-        known = int(time.time()) if counter is None else self._term(counter)
+        known = time.time_ns() // 1_000_000 if counter is None else self._term(counter)
         leader = Leader(max(known, seen) + 1, member, address)
         lease = await self._granted("leader", ttl_s)
         conditions = [self._absent("leader")]

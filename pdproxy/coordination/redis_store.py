@@ -3,9 +3,9 @@
 All keys have the fleet's name in braces, so that a cluster keeps them in one slot. Scripts are sent as they are, each
 time: about a kilobyte per second, and no script is missing after the server has restarted.
 
-A replica of the server that is promoted may lack what the old one acknowledged last: a lead that somebody holds, and
-the term of it. The terms that callers have seen then keep the next one greater. That no two lead at once is not
-promised across such a promotion.
+A server that only follows another is refused. One that is promoted may lack what the old one acknowledged last: a lead
+that somebody holds, and the term of it. The terms that callers have seen then keep the next one greater. That no two
+lead at once is not promised across such a promotion.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from pdproxy.errors import ConfigError, StoreUnavailable
 
 _FOREIGN = "PDPROXY_FOREIGN"
 
-HOLD: Final = """
+NOW_MS: Final = """
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+HOLD: Final = (
+    NOW_MS
+    + """
+redis.call('PERSIST', KEYS[2]) -- terms never end; and a server that only follows another refuses to write
 local found = redis.call('HMGET', KEYS[1], 'term', 'member', 'address')
 if redis.call('EXISTS', KEYS[1]) == 1 then
   if found[2] == ARGV[1] then
@@ -41,22 +48,19 @@ local known = redis.call('GET', KEYS[2])
 if known and not string.match(known, '^%d+$') then
   return redis.error_reply('PDPROXY_FOREIGN no term')
 end
-local term = math.max(tonumber(known or redis.call('TIME')[1]), tonumber(ARGV[3])) + 1
+local term = math.max(tonumber(known or now_ms), tonumber(ARGV[3])) + 1
 local said = string.format('%.0f', term)
 redis.call('SET', KEYS[2], said)
 redis.call('HSET', KEYS[1], 'term', said, 'member', ARGV[1], 'address', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 return {said, ARGV[1], ARGV[2]}
 """
+)
 RELEASE: Final = """
 local found = redis.call('HMGET', KEYS[1], 'term', 'member')
 if found[1] == ARGV[1] and found[2] == ARGV[2] then
   redis.call('DEL', KEYS[1])
 end
-"""
-NOW_MS: Final = """
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 ENTER: Final = (
     NOW_MS

@@ -2,8 +2,8 @@
 
 A store is never on a request's path. What it says of leadership is true in one direction only: the time to live that it
 counts never ends before the caller's own does. A store may forget everything. So each caller says which terms it has
-seen, and a store that knows of no term begins at the Unix time in seconds, which is past every term of a fleet that has
-elected less than once per second.
+seen, and a store that knows of no term begins at the Unix time in milliseconds. That is past every term of a fleet that
+has elected less often than that; and two who begin like this, with clocks that differ, do not meet at the same number.
 """
 
 from __future__ import annotations

@@ -74,8 +74,9 @@ class Shelf:
     """What all the stores of one fleet share. Mutable state: the counter; who leads and until when; who is present and
     until when; the secret."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], unix_clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
+        self.unix_clock = unix_clock
         self.forget()
 
     def forget(self) -> None:
@@ -91,7 +92,7 @@ class Shelf:
     def hold(self, member: str, address: str, seen: int, ttl_s: float) -> Leader:
         leader = self.who_leads()
         if leader is None:
-            self.term = max(self.term or int(time.time()), seen) + 1
+            self.term = max(self.term or int(self.unix_clock() * 1000), seen) + 1
             self.leader = leader = Leader(self.term, member, address)
         if leader.member == member:
             self.leads_until = self.clock() + ttl_s
