@@ -322,10 +322,12 @@ def _failed(answer: httpx.Response) -> _FailedError:
         fault = msgspec.json.decode(answer.content, type=_Fault)
     except msgspec.DecodeError:
         fault = _Fault()
+    what = fault.message or fault.error or f"HTTP {answer.status_code}"
     return _FailedError(
-        fault.message or fault.error or f"HTTP {answer.status_code}",
+        what,
         can_repeat=answer.status_code in _NEXT_MAY_HELP,
-        needs_token=answer.status_code == 401 or fault.code == _UNAUTHENTICATED,
+        # The second one is what a token of before any change of users and roles gets.
+        needs_token=fault.code == _UNAUTHENTICATED or "auth store is old" in what,
     )
 
 
