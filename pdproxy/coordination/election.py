@@ -15,7 +15,7 @@ from pdproxy.coordination.store import Leader, Member, Store, check_seen
 from pdproxy.errors import StoreUnavailable
 
 ASKS_PER_TTL = 3
-"""How often the store is asked during one time to live."""
+"""The questions to the store during one time to live."""
 
 
 class Election:
@@ -74,7 +74,7 @@ class Election:
         self.is_candidate = True
         """False: the replica only looks who leads, once it leads no more. One that drains sets it, and resigns."""
         self.leader: Leader | None = None
-        """Who leads, as the store said last. None where it named nobody, or where this replica's own lead has ended."""
+        """The leader that the store named last. None where it named nobody, or where the own lead has ended."""
         self._lead: Leader | None = None
         self._leads_until = 0.0
         self._old_lead: Leader | None = None

@@ -25,7 +25,7 @@ from pdproxy.errors import ConfigError, StoreUnavailable
 
 DEFAULT_PORT = 2379
 MAX_ROUNDS = 8
-"""How often one call looks again because another member was faster."""
+"""The times that one call looks again because another member was faster."""
 _TLS_OPTIONS = ("ca", "cert", "key")
 _UNAUTHENTICATED = 16
 _NEXT_MAY_HELP = (500, 502, 503, 504)

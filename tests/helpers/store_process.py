@@ -38,6 +38,10 @@ class StoreProcess:
         return f"{self.kind}://127.0.0.1:{self.port}"
 
     @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid

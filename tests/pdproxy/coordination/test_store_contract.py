@@ -87,7 +87,7 @@ async def place(request: pytest.FixtureRequest, servers: dict[str, StoreProcess]
 async def real(request: pytest.FixtureRequest, servers: dict[str, StoreProcess]) -> AsyncIterator[Place]:
     found = Place(request.param, servers)
     yield found
-    if found.server._process is None:
+    if not found.server.is_running:
         found.server.start()
     await found.aclose()
 
