@@ -168,6 +168,14 @@ class OutOfDescriptors(ProxyError):
     code = "out_of_descriptors"
 
 
+class StoreUnavailable(ProxyError):
+    """`StoreUnavailable` says that the coordinator's store did not answer, or holds what cannot be right."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "coordinator_unavailable"
+
+
 class AdmissionError(ProxyError):
     """`AdmissionError` says that admission did not grant the pages. Nothing is held then."""
 

@@ -22,6 +22,7 @@ FLOORS = (
     "pdproxy.aio",
     "pdproxy.openai",
     "pdproxy.config",
+    "pdproxy.coordination",
     "pdproxy.admission",
     "pdproxy.tokens",
     "pdproxy.engines",
@@ -181,10 +182,10 @@ def heavy(names: Iterable[str]) -> list[str]:
     return [name for name in names if package(name) in HEAVY]
 
 
-DOES_IO = ("pdproxy.engines.http.", "pdproxy.kv_signals.zmq")
+DOES_IO = ("pdproxy.coordination.", "pdproxy.engines.http.", "pdproxy.kv_signals.zmq")
 
 
-def test_below_the_server_only_two_places_do_io() -> None:
+def test_below_the_server_only_three_places_do_io() -> None:
     below = {
         module: [one for one in names if package(one) in NO_IO]
         for module, names in of("pdproxy").items()
