@@ -89,11 +89,14 @@ def serve(context: typer.Context) -> None:
         for told in config.unknown_variables(os.environ):
             logging.getLogger("pdproxy").warning(told)
         try:
-            proxy = assemble(settings)
-            if settings.workers == 1:
-                Server(proxy).run()
+            if settings.coordinator is not None:
+                from pdproxy.fronts.replica import Replica, ReplicaServer
+
+                ReplicaServer(Replica(settings), settings.workers).run()
+            elif settings.workers == 1:
+                Server(assemble(settings)).run()
             else:
-                WorkersServer(proxy, settings.workers).run()
+                WorkersServer(assemble(settings), settings.workers).run()
         finally:
             log.flush()  # before the line that tells of an error
 

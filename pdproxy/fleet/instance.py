@@ -307,6 +307,11 @@ class Instance(Place):
         return self.account is not None and self.account.foreign > 0
 
     @property
+    def grants(self) -> bool:
+        """Tells whether pages there are granted at all by now. They are not, while others may claim them."""
+        return self.account is None or self.account.is_sure or not self.account.is_limited
+
+    @property
     def pages(self) -> AdmissionStatistics | None:
         """The numbers of the instance's slots; None where it has no slots, or was never heard."""
         return None if self.account is None else self.admission.statistics(self)
@@ -380,6 +385,13 @@ class Instance(Place):
         """Notes that a request went through the instance, which stays true as long as its process lives."""
         self._proven_epoch = self.epoch
         self._become_ready()
+
+    def proven_before(self, epoch: str) -> None:
+        """Notes that another proxy has seen a request go through the process `epoch`, which may be there now."""
+        if not self.is_ready:
+            self._proven_epoch = epoch
+            if self.epoch == epoch and self.health is Health.ALIVE:
+                self._become_ready()
 
     def missed(self, why: str) -> None:
         """Notes that the instance did not answer in time. That happens; if it goes on, the instance is down."""

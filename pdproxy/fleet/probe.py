@@ -338,7 +338,7 @@ class Probe:
             self._now_ready(instance)
             return
         partner = self._partner(instance)
-        if partner is None:
+        if partner is None or not (instance.grants and partner.grants):
             return
         ended = anyio.Event()
         on_trial = {one: ended for one in (instance, partner) if not one.is_ready}

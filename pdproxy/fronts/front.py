@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 from fastapi import FastAPI
@@ -44,9 +44,12 @@ from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fronts import messages
 from pdproxy.fronts.channel import LENGTH, Channel
 from pdproxy.fronts.forward import Forward
-from pdproxy.fronts.front_admission import FrontAdmission
+from pdproxy.fronts.front_admission import FrontAdmission, no_leader
+from pdproxy.fronts.handshake import Lead, Peer, tls_contexts
 from pdproxy.fronts.hub import refused_by
+from pdproxy.fronts.link import Link
 from pdproxy.fronts.mirror import Mirror, MirroredInstance
+from pdproxy.ids import fresh_id
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.orchestrator.orchestrator import Orchestrator
 from pdproxy.orchestrator.reaper import Reaper
@@ -103,10 +106,26 @@ def assemble_front(
     make_client = make_client or parts.http_client(settings, descriptors)
     board = KvBoard()
     router = parts.make_router(settings, random.Random())
-    link = _Link(Path(welcome.operators))
-    channel = Channel(messages.FromLeader, link.lost)
+    end = _End(Path(welcome.operators))
+    channel = Channel(messages.FromLeader, end.lost)
+    link: Link | None = None
+    if welcome.replica is not None:
+        peer = Peer(fresh_id(), welcome.replica, os.getpid())
+        link = Link(
+            messages.FromLeader,
+            front=peer,
+            on_begin=lambda term: begin(term),
+            on_lapse=lambda: lapse(),
+            tls=replica_tls(settings)[1],
+        )
+    to_leader: Channel | Link = channel if link is None else link
     admission = FrontAdmission(
-        Kernel(router, is_limited=False), router, channel.send, num_unsent_bytes=lambda: channel.num_unsent_bytes
+        Kernel(router, is_limited=False),
+        router,
+        to_leader.send,
+        num_unsent_bytes=lambda: to_leader.num_unsent_bytes,
+        is_held=(lambda: True) if link is None else lambda: link.is_held,
+        patience_s=None if link is None else settings.term_s,
     )
     pool = Pool(admission)
     signals = parts.Signals(board, settings, pool)
@@ -115,7 +134,7 @@ def assemble_front(
 
     def make(one: InstanceSettings, place: int) -> MirroredInstance:
         instance = cast(MirroredInstance, make_instance(one, False))
-        instance.mirrored_by(place, channel.send, admission)
+        instance.mirrored_by(place, to_leader.send, admission)
         if instance.adapter.traits.ready is KvReady.ENGINES:  # then both legs are sent at once
             descriptors.legs_per_request = 2
         signals.hear(instance)
@@ -162,9 +181,10 @@ def assemble_front(
         notify=cache(partial(parts.signal_address, given, given.proxy_port)) if given.proxy_port else signals.address,
     )
     mirror = Mirror(pool, admission, counts, make, membership)
-    running = parts.Running(
-        signals, reaper, orchestrator, pool, sizer, tracing, [membership.run, lag.run, descriptors.run]
-    )
+    followers: list[parts.Runner] = [membership.run, lag.run, descriptors.run]
+    if link is not None:
+        followers.append(link.run)
+    running = parts.Running(signals, reaper, orchestrator, pool, sizer, tracing, followers)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -172,6 +192,8 @@ def assemble_front(
         channel.send(messages.Hello(messages.PROTOCOL, os.getpid()))
         async with running.lifespan(app):
             yield
+            if link is not None:
+                link.say_goodbye()
         channel.send(messages.Report(messages.LAST, figures()))
         channel.close("the front has ended")
 
@@ -210,12 +232,27 @@ def assemble_front(
             present={"status": status.present(), "traffic": traffic.present(), "metrics": metrics.present()},
         )
 
+    def begin(term: int) -> None:
+        mirror.begin()
+        admission.begin(term)
+
     def listed() -> None:
         mirror.listed()
         admission.listed()
 
-    link.front = front
-    channel.handlers = {
+    def signalled(message: messages.Signal) -> None:
+        signal = decode_signal(message.frame)
+        if board.knows(signal):
+            board.deliver(signal)
+        elif message.is_to_be_told:
+            to_leader.send(messages.Heard(message.frame))
+
+    def lapse() -> None:
+        mirror.lapse(no_leader())
+        admission.lapse()
+
+    end.front = front
+    from_leader: dict[type, Callable[[Any], object]] = {
         messages.Joined: mirror.joined,
         messages.Listed: lambda message: listed(),
         messages.Left: mirror.left,
@@ -225,22 +262,43 @@ def assemble_front(
         messages.Granted: mirror.granted,
         messages.Refused: lambda message: admission.refused(message.attempt, refused_by(message)),
         messages.Settled: lambda message: admission.settled(message.attempt, Evidence(message.evidence)),
-        messages.Signal: lambda message: _deliver(board, message.frame),
+        messages.Signal: signalled,
+    }
+    from_parent: dict[type, Callable[[Any], object]] = {
         messages.ReportNow: lambda message: channel.send(messages.Report(message.number, figures())),
         messages.Leave: lambda message: orchestrator.leave(),
-        messages.Retire: lambda message: link.retire(),
+        messages.Retire: lambda message: end.retire(),
+        messages.Signal: signalled,
     }
+    if link is None:
+        channel.handlers = from_parent | from_leader
+    else:
+        link.handlers = from_leader
+
+        def follow(message: messages.Lead) -> None:
+            link.follow(Lead(message.term, message.address, message.secret, message.ttl_s))
+
+        channel.handlers = from_parent | {messages.Lead: follow}
     return front
 
 
-def _deliver(board: KvBoard, frame: bytes) -> None:
-    signal = decode_signal(frame)
-    if board.knows(signal):
-        board.deliver(signal)
+def replica_tls(settings: Settings) -> tuple[Any, Any]:
+    """Returns the TLS contexts for a leader's end and a front's end of a link; two Nones where the options name no
+    certificates. Raises `ConfigError`."""
+    files = (settings.replica_certfile, settings.replica_keyfile, settings.replica_cafile)
+    if not any(files):
+        return None, None
+    if not all(files):
+        raise ConfigError(
+            "replica_certfile, replica_keyfile, replica_cafile: give all three, which encrypt what replicas say to "
+            "each other, or none"
+        )
+    certfile, keyfile, cafile = map(str, files)
+    return tls_contexts(certfile, keyfile, cafile)
 
 
-class _Link:
-    """_Link ends the front when it has to. Mutable state: the front, once it is put together."""
+class _End:
+    """_End ends the front when it has to. Mutable state: the front, once it is put together."""
 
     def __init__(self, operators: Path) -> None:
         """Takes the leader's Unix socket, which nobody else removes where the leader was killed."""

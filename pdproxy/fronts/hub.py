@@ -179,6 +179,8 @@ class Session:
             messages.Blame: self.blame,
             messages.Wanted: self.wanted,
             messages.Claim: self.claim,
+            messages.Proven: self.proven,
+            messages.Heard: lambda message: hub.tell_signal(message.frame),
         }
         """The functions that take what the front says."""
 
@@ -210,7 +212,7 @@ class Session:
         """Notes that an instance has been let go."""
         self._told.pop(place, None)
 
-    def pass_on(self, frame: bytes) -> None:
+    def tell_signal(self, frame: bytes) -> None:
         """Tells a KV signal, which may be for this front."""
         self._send(messages.Signal(frame))
 
@@ -457,6 +459,11 @@ class Session:
         if (instance := self._hub.at(message.place)) is not None:
             instance.blame(message.epoch, message.era, message.attempt, message.why)
 
+    def proven(self, message: messages.Proven) -> None:
+        """Notes that another leader has proven an instance."""
+        if (instance := self._hub.at(message.place)) is not None:
+            instance.proven_before(message.epoch)
+
     def wanted(self, message: messages.Wanted) -> None:
         """Notes that a request found too few instances of a model."""
         self._hub.pool.wanted.note(message.model)
@@ -579,10 +586,13 @@ class Hub:
 
     def pass_on(self, told: wire.AnySignal) -> bool:
         """Passes a KV signal on to all fronts. Returns True."""
-        frame = msgspec.msgpack.encode(told)
-        for session in self._sessions:
-            session.pass_on(frame)
+        self.tell_signal(msgspec.msgpack.encode(told))
         return True
+
+    def tell_signal(self, frame: bytes) -> None:
+        """Tells all fronts a KV signal, which is for one of them."""
+        for session in self._sessions:
+            session.tell_signal(frame)
 
     def _note(self, instance: Instance) -> None:
         if self._awaited and instance.account is not None:

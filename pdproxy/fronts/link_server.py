@@ -147,7 +147,7 @@ class LinkServer:
 
     async def listen(self, host: str, port: int) -> int:
         """Takes a port; 0 takes a free one. Returns it. Raises `ConfigError`. Connections wait until `run`."""
-        self._listeners = listeners(host, port)
+        self._listeners = listeners(host, port, is_shared=True)
         for one in self._listeners:
             one.setblocking(False)
             one.listen()

@@ -191,6 +191,19 @@ class Claim(_Message, tag=18):
     guard: Errand | None
 
 
+class Heard(_Message, tag=20):
+    """A KV signal that came to the address of this front's replica, and is for a front of another one."""
+
+    frame: bytes
+
+
+class Proven(_Message, tag=21):
+    """A leader before this one has seen a request go through the process `epoch` at a place."""
+
+    place: int
+    epoch: str
+
+
 class Serving(_Message, tag=19):
     """The front takes clients from now on."""
 
@@ -293,9 +306,11 @@ class Settled(_Message, tag=39):
 
 
 class Signal(_Message, tag=40):
-    """A KV signal that came to the leader's address and is for some front."""
+    """A KV signal that came to an address which fronts share, and is for some front. Where `is_to_be_told`, a front
+    that does not know it tells the leader of it."""
 
     frame: bytes
+    is_to_be_told: bool = False
 
 
 class ReportNow(_Message, tag=42):
@@ -341,6 +356,8 @@ FromFront = (
     | Blame
     | Wanted
     | Claim
+    | Heard
+    | Proven
     | Report
     | Serving
 )

@@ -107,7 +107,10 @@ class MirroredInstance(Instance):
         self._send(messages.LegFinished(era, self.number, outcome))
 
     def tell_load(self) -> None:
-        """Tells a leader that knows nothing of it what is under way here."""
+        """Tells a leader that knows nothing of it what is under way here, and that the instance is well as far as is
+        known."""
+        if self.is_ready and self.epoch is not None:
+            self._send(messages.Proven(self.number, self.epoch))
         for leg, attempt in self._under_way.items():
             self._send(messages.LegStarted(leg, self.number, attempt))
         if self.queued_tokens:

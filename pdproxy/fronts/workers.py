@@ -384,6 +384,11 @@ class Workers:
     async def _all_ended(self) -> None:
         await self._until(lambda: not self._alive)
 
+    def tell_signal(self, frame: bytes) -> None:
+        """Tells all fronts a KV signal. Where it is for none of them, one tells the leader of it."""
+        for number, worker in enumerate(self._alive):
+            worker.tell(messages.Signal(frame, number == 0))
+
     def status(self) -> list[dict[str, Any]]:
         """Returns what the status page shows."""
         return [worker.status() for worker in self._alive]

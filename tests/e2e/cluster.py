@@ -113,7 +113,7 @@ class Cluster:
         flags = ["--role", role, "--model", str(self.model), "--port", str(port), *options]
         return self.start(name, role, port, ["transfer.engine", *flags])
 
-    def start_proxy(self, options: Sequence[str] = ()) -> Process:
+    def start_proxy(self, options: Sequence[str] = (), name: str = "proxy") -> Process:
         port, notify = free_ports(2)
         engines = {
             role: ",".join(p.url for n, p in self.processes.items() if n.startswith(role))
@@ -121,9 +121,9 @@ class Cluster:
         }
         flags = ["--prefill", engines["prefill"], "--decode", engines["decode"], "--model", str(self.model)]
         flags += ["--port", str(port), "--proxy-port", str(notify), "--drain-grace-s", "0", *options]
-        return self.start("proxy", "proxy", port, ["pdproxy", "serve", *flags])
+        return self.start(name, "proxy", port, ["pdproxy", "serve", *flags])
 
-    async def wait_ready(self) -> None:
+    async def wait_ready(self, name: str = "proxy") -> None:
         """Until a request through the proxy would succeed. Raises with the logs when a process dies or time is up."""
         async with httpx.AsyncClient() as client:
             deadline = time.monotonic() + START_TIMEOUT_S
@@ -132,7 +132,7 @@ class Cluster:
                 if dead:
                     break
                 with contextlib.suppress(httpx.TransportError):
-                    if (await client.get(f"{self.proxy}/ready", timeout=5)).status_code == 200:
+                    if (await client.get(f"{self.url(name)}/ready", timeout=5)).status_code == 200:
                         return
                 await asyncio.sleep(0.1)
         raise RuntimeError(f"not ready (dead: {dead})\n" + self.logs())
@@ -180,7 +180,7 @@ class Cluster:
     async def engine_leftovers(self) -> dict[str, Any]:
         left: dict[str, Any] = {}
         for name in self.processes:
-            if name == "proxy":
+            if name.startswith("proxy"):
                 continue
             facts, statistics = await self.get(name, "/kv_buffer"), await self.statistics(name)
             if facts["num_free"] != facts["num_pages"]:
