@@ -113,10 +113,9 @@ class StoreProcess:
             # The shortest lease is three halves of the election time-out: by default two seconds.
             return [*command, "--heartbeat-interval", "20", "--election-timeout", "200"]
         command = [path, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder), "--save", ""]
-        command += ["--appendonly", "yes", "--appendfsync", "always"]
+        command += ["--appendonly", "yes", "--appendfsync", "always", "--repl-diskless-sync-delay", "0"]
         if self._replica_of is not None:
             command += ["--replicaof", "127.0.0.1", str(self._replica_of.port)]
-            command += ["--repl-ping-replica-period", "1"]
         return command
 
     def _answers(self) -> bool:
