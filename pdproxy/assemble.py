@@ -328,6 +328,13 @@ def signal_address(settings: Settings, port: int) -> str:
     return f"tcp://{host}:{settings.notify_port or port}"
 
 
+def signal_socket(settings: Settings, board: KvBoard, port: int) -> SignalSocket:
+    """Returns a socket that takes KV signals for `board`; port 0 takes a free port. Raises `ConfigError` where engines
+    have no address to send to, or the port is taken."""
+    signal_address(settings, port)
+    return SignalSocket(board, settings.proxy_host, port)
+
+
 class Running:
     """Running starts what runs behind the app, and stops it in order. One task group owns all of it."""
 
@@ -421,8 +428,7 @@ class Signals:
 
     def _listen(self, port: int) -> None:
         settings = self._settings
-        signal_address(settings, port)  # before a socket is there
-        self._socket = SignalSocket(self._board, settings.proxy_host, port)
+        self._socket = signal_socket(settings, self._board, port)
         self._address = signal_address(settings, self._socket.port)
         self._opened.set()
         log.info("KV signals are taken on port %d of %s", self._socket.port, settings.proxy_host)

@@ -34,7 +34,7 @@ RETRY_AFTER_S = 1.0
 SILENCE_S = 1.0
 """Seconds beyond a demand's own deadline after which a front refuses it by itself: the leader has not."""
 
-MAX_UNSENT_BYTES = 16 << 20
+MAX_UNSENT_BYTES = 8 << 20
 """The bytes that may wait for a leader which stands still, before new requests are refused."""
 
 Send = Callable[[Any], None]

@@ -24,7 +24,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdproxy.assemble import assemble, signal_address
+from pdproxy.assemble import SignalSocket, assemble, signal_socket
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
 from pdproxy.coordination.election import Election
@@ -42,7 +42,6 @@ from pdproxy.fronts.operators_tunnel import OperatorsTunnel
 from pdproxy.fronts.workers import FrontsServer, Workers
 from pdproxy.ids import fresh_id
 from pdproxy.kv_signals.board import KvBoard
-from pdproxy.kv_signals.zmq import SignalSocket
 from pdproxy.orchestrator.orchestrator import Orchestrator
 from pdproxy.server.app import App
 from pdproxy.telemetry.figures import Elsewhere
@@ -195,8 +194,7 @@ class Replica:
         """Binds the socket for KV signals, where engines know one address of this replica. Raises `ConfigError`."""
         port = self.settings.signal_port(self.settings.fleet())
         if port:
-            signal_address(self.settings, port)  # which raises where there is no address to send to
-            self._signals = SignalSocket(self._board, self.settings.proxy_host, port)
+            self._signals = signal_socket(self.settings, self._board, port)
 
     def _pass_on(self, told: wire.AnySignal) -> bool:
         """Passes on a KV signal, for a canary of the leader's or a front of any replica."""
