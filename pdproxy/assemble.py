@@ -328,13 +328,6 @@ def signal_address(settings: Settings, port: int) -> str:
     return f"tcp://{host}:{settings.notify_port or port}"
 
 
-def signal_socket(settings: Settings, board: KvBoard, port: int) -> SignalSocket:
-    """Returns a socket that takes KV signals for `board`; port 0 takes a free port. Raises `ConfigError` where engines
-    have no address to send to, or the port is taken."""
-    signal_address(settings, port)
-    return SignalSocket(board, settings.proxy_host, port)
-
-
 class Running:
     """Running starts what runs behind the app, and stops it in order. One task group owns all of it."""
 
@@ -397,11 +390,13 @@ class Signals:
     Mutable state: the socket, its address for engines, and an event that it is open.
     """
 
-    def __init__(self, board: KvBoard, settings: Settings, pool: Pool) -> None:
-        """Raises `ConfigError` where engines are to signal and have no address to send to."""
+    def __init__(self, board: KvBoard, settings: Settings, pool: Pool, port: int | None = None) -> None:
+        """Takes the `port`, where the socket is opened whoever signals. Raises `ConfigError` where engines are to
+        signal and have no address to send to."""
         self._board = board
         self._settings = settings
         self._pool = pool
+        self._port = port
         self._address = ""
         if any(map(_signals, pool.instances)):
             signal_address(settings, 0)  # so that a mistake shows before anything is started
@@ -410,7 +405,9 @@ class Signals:
 
     def open(self) -> None:
         """Listens where an instance signals; once. Raises `ConfigError` where it cannot."""
-        if self._socket is None and any(map(_signals, self._pool.instances)):
+        if self._socket is None and self._port is not None:
+            self._listen(self._port)
+        elif self._socket is None and any(map(_signals, self._pool.instances)):
             self._listen(self._settings.signal_port([one.settings for one in self._pool.instances]))
 
     def hear(self, newcomer: Instance) -> None:
@@ -428,7 +425,8 @@ class Signals:
 
     def _listen(self, port: int) -> None:
         settings = self._settings
-        self._socket = signal_socket(settings, self._board, port)
+        signal_address(settings, port)  # before a socket is there
+        self._socket = SignalSocket(self._board, settings.proxy_host, port)
         self._address = signal_address(settings, self._socket.port)
         self._opened.set()
         log.info("KV signals are taken on port %d of %s", self._socket.port, settings.proxy_host)

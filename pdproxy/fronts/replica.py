@@ -24,7 +24,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdproxy.assemble import SignalSocket, assemble, signal_socket
+from pdproxy.assemble import Signals, assemble
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
 from pdproxy.coordination.election import Election
@@ -160,7 +160,7 @@ class Replica:
         self.app: App = _ReplicaApp(self)
         self._board = KvBoard()
         self._board.pass_on = self._pass_on
-        self._signals: SignalSocket | None = None
+        self._signals: Signals | None = None
         self.operators = ""
         self.elsewhere_at = ""
         self.workers: Workers | None = None
@@ -194,7 +194,8 @@ class Replica:
         """Binds the socket for KV signals, where engines know one address of this replica. Raises `ConfigError`."""
         port = self.settings.signal_port(self.settings.fleet())
         if port:
-            self._signals = signal_socket(self.settings, self._board, port)
+            self._signals = Signals(self._board, self.settings, self.pool, port)
+            self._signals.open()
 
     def _pass_on(self, told: wire.AnySignal) -> bool:
         """Passes on a KV signal, for a canary of the leader's or a front of any replica."""
