@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from pdproxy.config import settings as config
 from pdproxy.config.options import FLEET, argument, option, words
+from pdproxy.errors import ConfigError
 from pdproxy.launch.errors import LaunchError, PreflightError
 from pdproxy.launch.fleet import launch, launch_file
 from pdproxy.launch.lmcache_file import read_lmcache_file
@@ -23,7 +25,8 @@ from transfer.command_line.commands import Command, takes
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 WITH_FILE = frozenset(
-    {"file", "python", "proxy_args", "work_dir", "timeout_s", "log_dir", "is_once", "restart", "restart_limit"}
+    {"file", "python", "proxy_args", "workers", "work_dir", "timeout_s", "log_dir", "is_once"}
+    | {"restart", "restart_limit"}
 )
 """The options which may stand beside a file, because a file does not say them."""
 FILE = (
@@ -61,6 +64,7 @@ def up(
     restart_limit: Annotated[
         int, option("N", "Most restarts in a row; a minute without a failure ends it", min=1)
     ] = ON_FAILURE_LIMIT,
+    workers: Annotated[str, option("N", "Processes of the proxy that carry the traffic, or auto", group=FLEET)] = "1",
     devices: Annotated[str, option("GPUS", "GPUs, as 0,1,…, given to the prefillers first", group=ENGINES)] = "",
     prefill_args: Annotated[list[str] | None, option("ARGS", "Further options of the prefillers; repeatable")] = None,
     decode_args: Annotated[list[str] | None, option("ARGS", "Further options of the decoders; repeatable")] = None,
@@ -79,10 +83,11 @@ def up(
     console = terminal()
     command: list[str] = context.obj or []
     try:
+        proxy_args = words("--proxy-args", options.proxy_args, PreflightError)
         options = replace(
             options,
             restarts=RestartPolicy(limit=restart_limit) if restart == "on-failure" else NEVER,
-            proxy_args=words("--proxy-args", options.proxy_args, PreflightError),
+            proxy_args=(*_workers(workers), *proxy_args),
         )
         if file is not None:
             refuse_beside_a_file(context, file)
@@ -100,6 +105,16 @@ def up(
     except LaunchError as error:
         console.print(f"launch: {error}", style="red")
         raise typer.Exit(1) from None
+
+
+def _workers(given: str) -> tuple[str, ...]:
+    """Returns the proxy's flags for so many processes. Raises `PreflightError` where it would not take them."""
+    flags = () if given == "1" else ("--workers", given)
+    try:
+        config.load(flags)
+    except ConfigError as error:
+        raise PreflightError(f"--{error}") from None
+    return flags
 
 
 def refuse_beside_a_file(context: typer.Context, file: Path) -> None:

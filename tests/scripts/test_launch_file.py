@@ -344,6 +344,19 @@ class TestCommandLine:
         assert run == RunOptions(timeout_s=7, log_dir=Path("logs"), restarts=RestartPolicy(limit=9))
         assert more == {"python": Path("/p"), "proxy_args": ("--retries", "3")}
 
+    @pytest.mark.parametrize("where", [(), ("fleet.toml",)])
+    def test_the_proxys_processes_are_the_proxys_to_count(self, seen: list[tuple[Any, ...]], where: tuple[str]) -> None:
+        result = CliRunner().invoke(command.app, [*where, "--workers", "2", "--proxy-args", "--retries 3"])
+        assert result.exit_code == 0, result.output
+        told = seen[0][-1]["proxy_args"] if where else seen[0][0].proxy_args
+        assert told == ("--workers", "2", "--retries", "3")
+
+    @pytest.mark.usefixtures("seen")
+    def test_a_number_of_processes_that_is_none_is_named(self) -> None:
+        result = CliRunner().invoke(command.app, ["--workers", "few"])
+        assert result.exit_code == 1
+        assert result.output.startswith("launch: --workers: ")
+
     @pytest.mark.usefixtures("seen")
     def test_help_is_that_of_the_launcher(self) -> None:
         result = CliRunner().invoke(pdproxy, ["up", "--help"], env={"COLUMNS": "160"})
