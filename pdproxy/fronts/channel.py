@@ -1,7 +1,7 @@
 """A connection between a front and the leader: frames of messages, in order.
 
-What one end sends in a turn of its event loop goes as one frame. A frame is its length in bytes (32 bits, big-endian)
-and a MessagePack array of messages.
+What one end sends in a turn of its event loop goes as one frame, with what may wait a moment and was said before. A
+frame is its length in bytes (32 bits, big-endian) and a MessagePack array of messages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,57 @@ LENGTH = struct.Struct(">I")
 
 Handlers = Mapping[type, Callable[[Any], object]]
 """The function that is called with each message of a class, by the class."""
+
+
+SOON_S = 0.005
+"""The longest time in seconds that a message waits for others which may wait a moment."""
+
+
+class Outbox:
+    """`Outbox` collects messages, and calls `write` with all of them, in order, at the end of the turn.
+
+    Mutable state: the messages; whether they go at the end of this turn; the timer of those that may wait a moment.
+    """
+
+    __slots__ = ("_is_due", "_messages", "_timer", "_write")
+
+    def __init__(self, write: Callable[[list[Any]], object]) -> None:
+        self._write = write
+        self._messages: list[Any] = []
+        self._is_due = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def keep(self, message: Any) -> None:
+        """Sends a message with the next ones, or at `flush`."""
+        self._messages.append(message)
+
+    def send(self, message: Any) -> None:
+        """Sends a message at the end of this turn."""
+        self._messages.append(message)
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def send_soon(self, message: Any) -> None:
+        """Sends a message with the next one, or by itself after `SOON_S` seconds."""
+        self._messages.append(message)
+        if self._timer is None and not self._is_due:
+            self._timer = asyncio.get_running_loop().call_later(SOON_S, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends now what there is."""
+        self._is_due = False
+        messages, self._messages = self._messages, []
+        if messages:
+            self._write(messages)
+
+    def clear(self) -> None:
+        """Forgets what was not sent."""
+        self._messages.clear()
 
 
 class Frames(asyncio.Protocol):
@@ -73,7 +124,7 @@ class Channel(Frames):
     """`Channel` decodes messages of the union `incoming`, and calls what `handlers` has for the class of each.
 
     `on_lost` is called once, with the reason, when the connection is over; nothing is sent any more then. Mutable
-    state: the transport, once connected; what is to be sent at the end of this turn.
+    state: the transport, once connected; what is to be sent.
     """
 
     def __init__(self, incoming: Any, on_lost: Callable[[str], object]) -> None:
@@ -83,27 +134,29 @@ class Channel(Frames):
         self._encode = msgspec.msgpack.Encoder().encode
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
-        self._outgoing: list[Any] = []
+        self._outbox = Outbox(self._send_now)
         self._why = "the connection was closed"
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._loop = asyncio.get_running_loop()
-        if self._outgoing:
-            self._flush()
+        self._outbox.flush()
 
     def send(self, message: Any) -> None:
         """Sends a message, with all others of this turn. Never waits. Does nothing once the connection is over."""
-        if self.is_over:
-            return
-        if not self._outgoing and self._loop is not None:
-            self._loop.call_soon(self._flush)
-        self._outgoing.append(message)
+        if self._transport is not None:
+            self._outbox.send(message)
+        elif not self.is_over:  # not connected yet
+            self._outbox.keep(message)
 
-    def _flush(self) -> None:
-        messages, self._outgoing = self._outgoing, []
-        if messages and self._transport is not None and not self._transport.is_closing():
+    def send_soon(self, message: Any) -> None:
+        """Sends a message that may wait a moment for others. Never waits. Does nothing once the connection is over."""
+        if self._transport is not None:
+            self._outbox.send_soon(message)
+        elif not self.is_over:
+            self._outbox.keep(message)
+
+    def _send_now(self, messages: list[Any]) -> None:
+        if self._transport is not None and not self._transport.is_closing():
             try:
                 self._write(self._transport, messages)
             except Exception as error:  # a bug: the other end would wait for what it never hears
@@ -129,7 +182,7 @@ class Channel(Frames):
         """Closes the connection, after what was sent. Idempotent."""
         self._why = why
         if self._transport is not None:
-            self._flush()
+            self._outbox.flush()
             self._transport.close()
 
     @property
@@ -139,6 +192,6 @@ class Channel(Frames):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_over = True
-        self._transport = self._loop = None
-        self._outgoing.clear()
+        self._transport = None
+        self._outbox.clear()
         self._on_lost(self._why if error is None else str(error))

@@ -123,6 +123,7 @@ def assemble_front(
         Kernel(router, is_limited=False),
         router,
         to_leader.send,
+        send_soon=to_leader.send_soon,
         num_unsent_bytes=lambda: to_leader.num_unsent_bytes,
         is_held=(lambda: True) if link is None else lambda: link.is_held,
         patience_s=None if link is None else settings.term_s,

@@ -90,17 +90,20 @@ class FrontAdmission(Admission):
         router: Router,
         send: Send,
         *,
+        send_soon: Send | None = None,
         num_unsent_bytes: Callable[[], int] = int,
         is_held: Callable[[], bool] = lambda: True,
         patience_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes `num_unsent_bytes`, which returns how much of what was sent the leader has not taken yet; and
-        `is_held`, which tells whether a leader answers for this front's leases at this moment. Where one leader may
-        follow another, demands wait for the next one for `patience_s` seconds."""
+        """Takes `send_soon`, which sends what may wait a moment for others; `num_unsent_bytes`, which returns how much
+        of what was sent the leader has not taken yet; and `is_held`, which tells whether a leader answers for this
+        front's leases at this moment. Where one leader may follow another, demands wait for the next one for
+        `patience_s` seconds."""
         super().__init__(kernel, clock=clock)
         self._router = router
         self._send = send
+        self.send_soon = send_soon or send
         self._num_unsent_bytes = num_unsent_bytes
         self._is_held = is_held
         self._patience_s = patience_s
@@ -369,7 +372,7 @@ class FrontAdmission(Admission):
 
     def unbound(self, attempt: str, *, is_owner: bool) -> None:
         """Takes note that the attempt has no use any more for one of its two places."""
-        self._send(messages.Unbound(attempt, is_owner))
+        self.send_soon(messages.Unbound(attempt, is_owner))
         held = self._held.get(attempt)
         if held is not None:
             if is_owner:

@@ -133,6 +133,11 @@ class Link:
         if self._end is not None:
             self._end.send(message)
 
+    def send_soon(self, message: Any) -> None:
+        """Sends a message that may wait a moment for others. Never waits. Does nothing while there is no session."""
+        if self._end is not None:
+            self._end.send_soon(message)
+
     def follow(self, lead: Lead | None) -> None:
         """Follows a leader. One of a lower term is ignored. One of a higher term ends the session at once; the lease
         runs on by its clock. With None no leader is known: no connection is made, and one that is there stays."""

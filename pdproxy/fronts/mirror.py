@@ -40,7 +40,7 @@ class MirroredInstance(Instance):
     def mirrored_by(self, number: int, send: Send, front: FrontAdmission) -> None:
         """Begins the mirroring of the place `number`. To be called once, before anything else."""
         self.number = number
-        self._send = send
+        self._send, self._send_soon = send, front.send_soon
         self._front = front
         self._legs = itertools.count(1)
         self._under_way: dict[int, str] = {}
@@ -97,14 +97,15 @@ class MirroredInstance(Instance):
         self.num_legs += 1
         leg = next(self._legs)
         self._under_way[leg] = attempt
-        self._send(messages.LegStarted(leg, self.number, attempt))
+        self._send_soon(messages.LegStarted(leg, self.number, attempt))
         return leg
 
     def leg_finished(self, era: int, outcome: str) -> None:
         """Notes the end of a leg; `era` is what `leg_started` returned."""
         self.num_legs -= 1
         self._under_way.pop(era, None)
-        self._send(messages.LegFinished(era, self.number, outcome))
+        send = self._send_soon if outcome == "ok" else self._send
+        send(messages.LegFinished(era, self.number, outcome))
 
     def tell_load(self) -> None:
         """Tells a leader that knows nothing of it what is under way here, and that the instance is well as far as is
@@ -124,7 +125,7 @@ class MirroredInstance(Instance):
     def queue(self, num_tokens: int) -> None:
         self.queued_tokens += num_tokens
         if num_tokens:
-            self._send(messages.Queued(self.number, num_tokens))
+            self._send_soon(messages.Queued(self.number, num_tokens))
 
     def look_soon(self) -> None:
         self._send(messages.Suspect(self.number, self.epoch, None, False))

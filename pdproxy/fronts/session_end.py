@@ -8,7 +8,6 @@ as a frame that is missing, comes twice, or comes before another.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.fronts.channel import Handlers
+from pdproxy.fronts.channel import Handlers, Outbox
 from pdproxy.fronts.connection import Connection, encode, framed
 from pdproxy.fronts.handshake import Handled, OfLink
 
@@ -52,7 +51,7 @@ class SessionEnd:
         self._handlers = handlers
         self._on_own = on_own
         self._on_broken = on_broken
-        self._outgoing: list[Any] = []
+        self._outbox = Outbox(self._send_now)
         self._tape: deque[bytes] = deque()
         self.connection: Connection | None = None
         self._num_untold_bytes = 0
@@ -65,16 +64,20 @@ class SessionEnd:
 
     def send(self, message: Any) -> None:
         """Sends a message, with all others of this turn. Never waits. Does nothing once the session is over."""
-        if self.is_over:
-            return
-        if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self.flush)
-        self._outgoing.append(message)
+        if not self.is_over:
+            self._outbox.send(message)
+
+    def send_soon(self, message: Any) -> None:
+        """Sends a message that may wait a moment for others. Never waits. Does nothing once the session is over."""
+        if not self.is_over:
+            self._outbox.send_soon(message)
 
     def flush(self) -> None:
-        """Sends now what was to be sent at the end of this turn."""
-        outgoing, self._outgoing = self._outgoing, []
-        if not outgoing or self.is_over:
+        """Sends now what was to be sent."""
+        self._outbox.flush()
+
+    def _send_now(self, outgoing: list[Any]) -> None:
+        if self.is_over:
             return
         try:
             frame = framed(encode(outgoing))
@@ -118,7 +121,7 @@ class SessionEnd:
         """Ends the session. Nothing more is handled or sent. Idempotent."""
         self.is_over = True
         self.connection = None
-        self._outgoing.clear()
+        self._outbox.clear()
         self._tape.clear()
         self.num_kept_bytes = 0
 
