@@ -6,6 +6,7 @@ Every name is documented in ``docs/metrics.md``, and a test checks that both hav
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -200,6 +201,15 @@ class _Fronts(Collector):
             family.add_metric([state], float(states[state]))
         yield family
         yield _counter("pdproxy_workers_lost", "Such processes that ended and were replaced", self._elsewhere.num_lost)
+        replica = self._elsewhere.replica()
+        if replica is not None:
+            yield GaugeMetricFamily("pdproxy_replica_leads", "1 where this replica leads", float(replica["leads"]))
+            age_s = replica["store_answered_s"]
+            yield GaugeMetricFamily(
+                "pdproxy_store_silent_seconds",
+                "Seconds since the store has answered who leads",
+                math.nan if age_s is None else float(age_s),
+            )
 
 
 class _Slots(Collector):
