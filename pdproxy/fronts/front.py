@@ -261,6 +261,7 @@ def assemble_front(
         messages.State: mirror.state,
         messages.Tokenizer: mirror.tokenizer,
         messages.Granted: mirror.granted,
+        messages.Scarce: lambda message: admission.scarce(),
         messages.Refused: lambda message: admission.refused(message.attempt, refused_by(message)),
         messages.Settled: lambda message: admission.settled(message.attempt, Evidence(message.evidence)),
         messages.Signal: signalled,

@@ -79,9 +79,9 @@ class Held:
 class FrontAdmission(Admission):
     """`FrontAdmission` asks the leader for every grant, with `send`, and tells it of every lease.
 
-    Mutable state, besides that of `Admission`: whether there is a leader that knows this front; the demands that wait,
-    by attempt; what was granted and is not over, by attempt; the numbers of owners' shapes, as the leader has told
-    them.
+    Mutable state, besides that of `Admission`: whether there is a leader that knows this front, and whether anybody
+    waits there; the demands that wait, by attempt; what was granted and is not over, by attempt; the numbers of owners'
+    shapes, as the leader has told them.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class FrontAdmission(Admission):
         self._patience_s = patience_s
         self._is_known = patience_s is None
         self.is_remote = True
+        self._is_scarce = True
         self._asked: dict[str, Demand] = {}
         self._held: dict[str, Held] = {}
         self.shapes: dict[int, Hashable] = {}
@@ -196,9 +197,14 @@ class FrontAdmission(Admission):
 
     # ── what the leader says ────────────────────────────────────────────────────────────────────────────────────────
 
-    def granted(self, attempt: str, owner: Place, peer: Place, pages: int) -> None:
+    def scarce(self) -> None:
+        """Takes note that somebody waits somewhere."""
+        self._is_scarce = True
+
+    def granted(self, attempt: str, owner: Place, peer: Place, pages: int, is_scarce: bool = True) -> None:
         """Takes a grant. One that nobody waits for any more goes back at once. So does that of an owner which cannot
         serve the attempt, because the leader did not know that; then the attempt asks once more, with its age."""
+        self._is_scarce = is_scarce
         demand = self._asked.pop(attempt, None)
         wanted = None if demand is None else demand.pages_at(owner.shape)
         if demand is None or (pages and wanted is None):
@@ -330,14 +336,17 @@ class FrontAdmission(Admission):
         message = messages.Sent(lease.attempt, None if errand is None else _errand(errand))
         if (held := self._held.get(lease.attempt)) is not None:
             held.guard = message.guard
-        self._send(message)
+        # Without a guard nothing depends on it if this process ends in the next moment.
+        send = self.send_soon if errand is None else self._send
+        send(message)
 
     def free(self, lease: Lease, evidence: Evidence) -> None:
         custody = lease.custody
         super().free(lease, evidence)
         held = self._held.get(lease.attempt)
         if held is not None and custody is not Custody.RETURNED:
-            self._send(messages.Free(lease.attempt, custody, evidence))
+            send = self._send if self._is_scarce else self.send_soon
+            send(messages.Free(lease.attempt, custody, evidence))
             self._forget_if_over(lease.attempt, held)
 
     def shrink(self, lease: Lease, pages: int) -> None:

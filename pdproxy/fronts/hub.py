@@ -40,6 +40,10 @@ log = logging.getLogger(__name__)
 
 _ORPHANED, _FILLING, _RETURNED = Custody.ORPHANED, Custody.FILLING, Custody.RETURNED
 
+# An enum's class looks for a member by its value in Python.
+_CUSTODIES = {str(one): one for one in Custody}
+_EVIDENCES = {str(one): one for one in Evidence}
+
 ERRORS: Mapping[str, type[ProxyError]] = {kind.__name__: kind for kind in (NotReady, QueueFull, QueueTimeout)}
 """The errors with which a demand is refused, by name. `NeverFits` has numbers of its own."""
 
@@ -212,6 +216,10 @@ class Session:
         """Notes that an instance has been let go."""
         self._told.pop(place, None)
 
+    def tell_scarcity(self) -> None:
+        """Tells that somebody waits."""
+        self._send(messages.Scarce())
+
     def tell_signal(self, frame: bytes) -> None:
         """Tells a KV signal, which may be for this front."""
         self._send(messages.Signal(frame))
@@ -248,6 +256,8 @@ class Session:
         else:
             hub.sizes[demand] = sizes
             hub.pool.wanted.note(message.model)
+            if hub.admission.num_waiting == 1:
+                hub.tell_scarcity()
 
     def _answer(self, attempt: FrontAttempt, grant: Grant | None, error: ProxyError | None) -> None:
         hub = self._hub
@@ -263,7 +273,8 @@ class Session:
             return  # this process stood still for long: another may lead by now, and knows nothing of this grant
         hub.tell_news()  # so that the front knows the two as the kernel did
         pages = grant.leases[0].pages if grant.leases else 0
-        self._send(messages.Granted(attempt.id, hub.place_of(grant.owner), hub.place_of(grant.peer), pages))
+        owner, peer, is_scarce = hub.place_of(grant.owner), hub.place_of(grant.peer), hub.admission.num_waiting > 0
+        self._send(messages.Granted(attempt.id, owner, peer, pages, is_scarce))
 
     def cancel(self, message: messages.Cancel) -> None:
         """Takes an attempt out of the line. One that was granted meanwhile comes back from the front."""
@@ -313,7 +324,7 @@ class Session:
             return
         if message.guard is not None:
             attempt.guard = _release_call(message.guard)
-        lease = self._hub.admission.claim(owner, attempt.id, message.pages, Custody(message.custody))
+        lease = self._hub.admission.claim(owner, attempt.id, message.pages, _CUSTODIES[message.custody])
         attempt.grant.leases = (lease,)
 
     def _take(self, attempt: FrontAttempt) -> None:
@@ -364,8 +375,8 @@ class Session:
         lease = attempt.lease
         if lease.is_returned:
             return
-        _advance(lease, Custody(message.custody))
-        evidence = Evidence(message.evidence)
+        _advance(lease, _CUSTODIES[message.custody])
+        evidence = _EVIDENCES[message.evidence]
         if evidence in PROOFS[lease.custody] or lease.custody is not _ORPHANED:
             self._hub.admission.free(lease, evidence)
         self._forget_if_over(attempt)
@@ -384,7 +395,7 @@ class Session:
             settles_after_s=message.settles_after_s,
             is_closing=message.is_closing,
         )
-        self._abandon(attempt, Custody(message.custody), way)
+        self._abandon(attempt, _CUSTODIES[message.custody], way)
 
     def _abandon(self, attempt: FrontAttempt, custody: Custody, way: Way) -> None:
         _advance(attempt.lease, custody)
@@ -588,6 +599,11 @@ class Hub:
         """Passes a KV signal on to all fronts. Returns True."""
         self.tell_signal(msgspec.msgpack.encode(told))
         return True
+
+    def tell_scarcity(self) -> None:
+        """Tells all fronts that somebody waits."""
+        for session in self._sessions:
+            session.tell_scarcity()
 
     def tell_signal(self, frame: bytes) -> None:
         """Tells all fronts a KV signal, which is for one of them."""

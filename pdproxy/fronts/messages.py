@@ -285,6 +285,12 @@ class Granted(_Message, tag=37):
     owner: int
     peer: int
     pages: int
+    is_scarce: bool
+    """Says that others wait, so that pages should come back at once."""
+
+
+class Scarce(_Message, tag=48):
+    """Somebody waits from now on, so that pages should come back at once."""
 
 
 class Refused(_Message, tag=38):
@@ -370,6 +376,7 @@ FromLeader = (
     | State
     | Left
     | Granted
+    | Scarce
     | Refused
     | Settled
     | Signal

@@ -241,4 +241,5 @@ class Mirror:
 
     def granted(self, message: messages.Granted) -> None:
         """Takes a grant."""
-        self._admission.granted(message.attempt, self._places[message.owner], self._places[message.peer], message.pages)
+        owner, peer = self._places[message.owner], self._places[message.peer]
+        self._admission.granted(message.attempt, owner, peer, message.pages, message.is_scarce)

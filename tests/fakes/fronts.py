@@ -115,6 +115,7 @@ class FrontEnd:
             messages.Facts: self.mirror.facts,
             messages.State: self.mirror.state,
             messages.Granted: self.mirror.granted,
+            messages.Scarce: lambda message: self.admission.scarce(),
             messages.Refused: lambda message: self.admission.refused(message.attempt, refused_by(message)),
             messages.Settled: lambda message: self.admission.settled(message.attempt, Evidence(message.evidence)),
         }
