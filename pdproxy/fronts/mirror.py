@@ -31,7 +31,7 @@ class MirroredInstance(Instance):
     """`MirroredInstance` is an instance that the leader judges. What its legs meet is told to the leader with `send`.
 
     Mutable state, besides that of `Instance`: the number of its place, which is another one at each leader; the legs
-    under way, by number, with their attempts.
+    under way, by number, with their attempts; whether it is as another leader than the present one has judged it.
     """
 
     number: int
@@ -44,13 +44,21 @@ class MirroredInstance(Instance):
         self._front = front
         self._legs = itertools.count(1)
         self._under_way: dict[int, str] = {}
+        self._is_former = False
 
     # ── what the leader says ────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        """Forgets the number that the leader gave. Where the instance is ready, requests may ask the next leader for it
+        before that one has looked at it: then they wait there."""
+        self.number = 0
+        self._is_former = self.is_ready
 
     def told_facts(self, facts: EngineInfo, shape: Shape) -> None:
         """Takes what the process there has said of itself. Another process than before proves that the one before has
         ended, with all that it held."""
         is_new, serves_others = self.epoch != facts.epoch, self.models != facts.models
+        self._is_former = self._is_former and not is_new
         if is_new and self.epoch is not None:
             self._on_ended(self.epoch, f"{self.name}: it was restarted")
             self.exchanges.forget()
@@ -74,8 +82,11 @@ class MirroredInstance(Instance):
         self._is_told_doubted, self._is_doubtful = state.is_doubted, state.is_suspected
         self.is_up = state.is_up
         self.breaker.mirror(state.era, BreakerState(state.breaker), state.opened_s, state.num_probes, state.probes_s)
-        self.why = state.why
-        self.health = Health(state.health)
+        health = Health(state.health)
+        self._is_former = self._is_former and health in (Health.UNKNOWN, Health.ALIVE)
+        if not self._is_former:  # else this leader does not know yet what the one before knew
+            self.why = state.why
+            self.health = health
         self._changed()
         if self.health is Health.DOWN:
             for reliance in list(self.reliances):
@@ -165,7 +176,7 @@ class Mirror:
         """Forgets the numbers of a leader: the next one gives others. Until it has told of an instance, that one is as
         it was judged last."""
         for instance in self._places.values():
-            instance.number = 0
+            instance.begin()
         self._former = {**self._former, **{one.name: one for one in self._places.values()}}
         self._places = {}
         self._shapes.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from tests.helpers.store_process import Kind, StoreProcess
 
 pytestmark = pytest.mark.engine
 
-TERM_S = 6.0
+TERM_S = 4.5
 OPTIONS = ("--chunk-size", "64", "--term-s", f"{TERM_S:g}", "--probe-interval-s", "1", "--log-level", "info")
 
 
@@ -69,8 +68,7 @@ async def test_every_replica_serves_and_one_leads(tiny_model: Callable[..., Path
         for number in range(2):
             assert await ask(cluster, f"proxy-{number}", f"who is {number}?") == "ok"
         told = [await replica(cluster, f"proxy-{number}") for number in range(2)]
-        print(json.dumps(told, indent=1))
-        assert told[0] == told[1] or told[0]["name"] == told[1]["name"], "both show the leader's page"
+        assert told[0]["name"] == told[1]["name"], "both show the leader's page"
         assert len(told[0]["fronts"]) == 2
 
 
@@ -97,21 +95,43 @@ async def leader_of(cluster: Cluster, names: list[str]) -> str:
     return next(name for name in names if told["name"].endswith(f"-{cluster.processes[name].pid}"))
 
 
-@pytest.mark.parametrize("kind", ["redis"])
-async def test_the_leader_is_killed_and_another_leads(
-    tiny_model: Callable[..., Path], tmp_path: Path, kind: Kind
+async def test_whoever_leads_goes_and_others_notice_a_pause_at_most(
+    tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Clients of the other replicas notice nothing but a pause."""
-    names = ["proxy-0", "proxy-1", "proxy-2"]
-    async with replicas(tiny_model(), tmp_path, kind, num=3) as (cluster, _):
-        leader = await leader_of(cluster, names)
-        others = [name for name in names if name != leader]
-        outcomes, slowest = Counter[str](), [0.0]
-        loading = asyncio.create_task(load(cluster, others, 20.0, outcomes, slowest))
-        await asyncio.sleep(3.0)
-        cluster.processes[leader].signal(signal.SIGKILL)
-        await loading
-        print(outcomes, slowest)
-        assert outcomes.keys() == {"ok"}, outcomes
-        assert slowest[0] < TERM_S + 4.0
-        assert await leader_of(cluster, others) in others
+    """The leader is asked to end, the next one is killed, the third stands still and goes on when another leads, and
+    the store begins anew with nothing. Clients are at replicas that nothing happens to."""
+    names = [f"proxy-{number}" for number in range(4)]
+    async with replicas(tiny_model(), tmp_path, "redis", num=4) as (cluster, store):
+        present = list(names)
+        for what in ("ended", "killed", "frozen", "forgotten"):
+            leader = await leader_of(cluster, present)
+            spared = [name for name in present if name != leader]
+            outcomes, slowest = Counter[str](), [0.0]
+            loading = asyncio.create_task(load(cluster, spared, 2.2 * TERM_S, outcomes, slowest))
+            await asyncio.sleep(1.0)
+            process = cluster.processes[leader]
+            if what == "ended":
+                process.signal(signal.SIGTERM)
+            elif what == "killed":
+                process.signal(signal.SIGKILL)
+            elif what == "frozen":
+                process.signal(signal.SIGSTOP)
+                await asyncio.sleep(1.5 * TERM_S)
+                process.signal(signal.SIGCONT)
+            else:
+                store.kill()
+                store.start(forget=True)
+            await loading
+            if what in ("ended", "killed"):
+                present.remove(leader)
+                process.end()
+                del cluster.processes[leader]
+            assert outcomes.keys() == {"ok"}, (what, outcomes)
+            assert slowest[0] < TERM_S + 4.0, (what, slowest)
+            told = [await replica(cluster, name) for name in present]
+            assert len({one["name"] for one in told}) == 1, (what, told)
+        cluster.processes["proxy"] = cluster.processes[await leader_of(cluster, present)]
+        await cluster.settled()
+        witness = (await cluster.get("decode-0", "/kv_buffer"))["num_reservations_waited"]
+        assert witness == 0, "a decoder was promised more than it has"
+        del cluster.processes["proxy"]

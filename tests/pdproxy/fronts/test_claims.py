@@ -277,3 +277,24 @@ async def test_an_instance_that_the_next_leader_does_not_know_leaves(
     await begin(leaders, front)
     assert front.pool.find("d9") is None
     assert front.pool.find("d0") is not None
+
+
+async def test_requests_wait_for_instances_that_only_the_leader_before_knew_to_be_well(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    """The next leader has looked at nobody yet. What it finds out counts."""
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    second = next(leaders)
+    front.connect(second, 2)
+    front.deliver()
+    assert [one.is_ready for one in front.pool.instances] == [True, True]
+    front.ask("waits", 1)
+    front.deliver()
+    assert second.admission.num_waiting == 1
+    second.look_at_all()
+    assert second.decoders[0].is_ready, "one front has told that the process is proven"
+    second.decoders[0].lost("it cannot be reached")
+    second.hub.tell_news()
+    front.deliver()
+    assert [one.is_ready for one in front.pool.instances] == [True, False]
