@@ -31,6 +31,7 @@ from pdproxy.admission.custody import Evidence
 from pdproxy.admission.kernel import Kernel
 from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.aio.loop_lag import LoopLag
+from pdproxy.aio.since_boot import since_boot
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
 from pdproxy.dashboard.traffic import Traffic
@@ -117,6 +118,7 @@ def assemble_front(
             on_begin=lambda term: begin(term),
             on_lapse=lambda: lapse(),
             tls=replica_tls(settings)[1],
+            clock=since_boot,
         )
     to_leader: Channel | Link = channel if link is None else link
     admission = FrontAdmission(

@@ -24,6 +24,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pdproxy.aio.since_boot import since_boot
 from pdproxy.assemble import Signals, assemble
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
@@ -155,6 +156,7 @@ class Replica:
             on_elected=self._elected,
             on_lapsed=self._lapsed,
             on_leader=self._led_by,
+            clock=since_boot,
         )
         self._idle = assemble(settings, fleet=(), elsewhere=self.elsewhere)
         self.app: App = _ReplicaApp(self)
@@ -307,7 +309,7 @@ class Replica:
             try:
                 self._secret = await self._store.secret(self._secret)
             except StoreUnavailable as error:
-                log.warning("the store %s", error)
+                log.warning("%s", error)
                 await anyio.sleep(ASK_AGAIN_S)
                 self._is_news.set()
             if leader is not None:
