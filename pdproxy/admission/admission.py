@@ -20,7 +20,7 @@ from pdproxy.admission.grant import Grant, Granted, OpenPlaces, Settled
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
 from pdproxy.admission.orphans import Job
-from pdproxy.errors import ProxyError
+from pdproxy.errors import NotReady, ProxyError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +122,8 @@ class Admission:
         self.orphans_changed = asyncio.Event()
         self.is_remote = False
         """True where another process admits, and answers for leases if this one ends."""
+        self.may_send: Callable[[], bool] | None = None
+        """Tells whether this process still answers for its leases; None where it always does."""
         self.term: int | None = None
         """The term of the leader that admits; None where there is one proxy. Engines that know terms begin nothing
         for a leader of a lower term than they have heard of."""
@@ -229,9 +231,11 @@ class Admission:
 
     def sent(self, lease: Lease, guard: Callable[[], Any]) -> None:
         """Takes note that something is about to be sent for the lease. `guard` returns the errand which would free its
-        pages if this process ended now; None where there is none. Only an admission that `is_remote` has to be told. It
-        raises `NotReady` where nothing must be sent.
+        pages if this process ended now; None where there is none. To be called where the admission `is_remote`, or has
+        `may_send`. Raises `NotReady` where nothing must be sent.
         """
+        if self.may_send is not None and not self.may_send():
+            raise NotReady("this replica of the proxy leads no longer; try again", retry_after_s=1.0)
 
     def claim(self, place: Place, attempt: str, pages: int, custody: Custody) -> Lease:
         """Returns a lease of pages that `attempt` holds already. Raises as `Kernel.claim` does."""

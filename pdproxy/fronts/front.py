@@ -87,6 +87,8 @@ class Front:
     hurry: Callable[[], None]
     reload: None
     channel: Channel
+    link: Link | None
+    """The connection to a leader in another process than the one that has started this one; None where that leads."""
     server: list[Server]
     """The server, once there is one."""
 
@@ -224,6 +226,7 @@ def assemble_front(
         hurry=running.hurry,
         reload=None,
         channel=channel,
+        link=link,
         server=[],
     )
     status = Status(pool, board, orchestrator, reaper, recent, descriptors, memory)
@@ -310,14 +313,16 @@ class _End:
         self._operators = operators
 
     def lost(self, why: str) -> None:
-        """Takes no new requests, because the leader has gone; what is under way goes on to its end."""
+        """Takes no new requests, because the process that started this one has gone; what is under way goes on to its
+        end."""
         front = self.front
         if front is None:
             return
-        front.admission.lose_leader()
+        if front.link is None:
+            front.admission.lose_leader()
         for server in front.server:
             if not server.should_exit:
-                log.warning("the leader has gone (%s): this front ends when its requests have ended", why)
+                log.warning("the parent has gone (%s): this front ends when its requests have ended", why)
                 server.should_exit = True
                 with suppress(OSError):  # another front was faster
                     self._operators.unlink()

@@ -68,7 +68,14 @@ class Term:
     Mutable state: whether it is over.
     """
 
-    def __init__(self, replica: Replica, leader: Leader, secret: str, may_lead: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        leader: Leader,
+        secret: str,
+        fleet: Sequence[InstanceSettings],
+        may_lead: Callable[[], bool],
+    ) -> None:
         settings, ttl_s = replica.settings, part_s(replica.settings)
         self.leader = leader
         self.is_over = False
@@ -76,7 +83,7 @@ class Term:
         self._claims_until = time.monotonic() + (PARTS - 1) * ttl_s
         self.proxy = proxy = assemble(
             settings.model_copy(update={"proxy_port": 0}),  # the replica has the port that engines know
-            fleet=_present_fleet(settings),
+            fleet=fleet,
             elsewhere=replica.elsewhere,
             term=leader.term,
             claims_until=self._claims_until,
@@ -84,6 +91,7 @@ class Term:
         self.hub = Hub(
             proxy.pool, proxy.pool.admission, proxy.reaper, proxy.counts, term=leader.term, may_grant=self.may_grant
         )
+        proxy.pool.admission.may_send = self.may_grant
         proxy.pool.on_membership = self.hub.follow
         proxy.board.pass_on = self.hub.pass_on
         self.links = LinkServer(
@@ -137,7 +145,7 @@ class Replica:
 
     def __init__(self, settings: Settings) -> None:
         """Raises `ConfigError`."""
-        settings.fleet()  # a mistake there shows now, and not when this replica is elected
+        self._fleet: Sequence[InstanceSettings] = settings.fleet()
         assert settings.coordinator is not None
         self.settings = settings
         self.elsewhere = Elsewhere()
@@ -277,14 +285,31 @@ class Replica:
     def _elected(self, leader: Leader) -> None:
         """Begins a term. One that this replica led before is over by then."""
         self._end_term()
+        self._fleet = self._present_fleet()
+        self._term = term = Term(self, leader, self._secret, self._fleet, lambda: self._election.is_leading)
+        self._running = asyncio.get_running_loop().create_task(self._lead(term))
+
+    async def _lead(self, term: Term) -> None:
+        """Leads in a term. Leaves the lead to others where that is not possible."""
         try:
-            self._term = term = Term(self, leader, self._secret, lambda: self._election.is_leading)
-        except ConfigError as error:  # in the file, which has changed since the start
-            log.error("this replica cannot lead: %s", error)
+            await term.run()
+        except Exception:
+            log.exception("this replica cannot lead")
+            term.end()
             self._election.is_candidate = False
-            return
-        self._running = asyncio.get_running_loop().create_task(term.run())
-        self._running.add_done_callback(_log_bug)
+            await self._election.resign()
+            await anyio.sleep(self.settings.term_s)
+            self._election.is_candidate = True
+
+    def _present_fleet(self) -> Sequence[InstanceSettings]:
+        """Returns the instances as the file has them by now, or as it had them where it cannot be read."""
+        if self.settings.config is None:
+            return self._fleet
+        try:
+            return self.settings.reread().fleet()
+        except ConfigError as error:
+            log.error("the instances stay as they were: %s", error)
+            return self._fleet
 
     def _lapsed(self, leader: Leader) -> None:
         self._end_term()
@@ -312,6 +337,8 @@ class Replica:
                 log.warning("%s", error)
                 await anyio.sleep(ASK_AGAIN_S)
                 self._is_news.set()
+            if self._term is not None:
+                self._term.links.secret = self._secret
             if leader is not None:
                 self._tell(leader)
             await self._is_news.wait()
@@ -390,13 +417,3 @@ def _own_address(coordinator: str) -> str:
         raise ConfigError(
             f"coordinator: {url.hostname} has no address: {error.strerror}; or give replica_host"
         ) from None
-
-
-def _present_fleet(settings: Settings) -> Sequence[InstanceSettings] | None:
-    """Returns the instances as the file has them by now; None where there is no file."""
-    return None if settings.config is None else settings.reread().fleet()
-
-
-def _log_bug(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a term ended with a bug", exc_info=error)

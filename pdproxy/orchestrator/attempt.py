@@ -205,7 +205,7 @@ class Attempt:
             raise KvFailed(f"{self.owner.name!r} was restarted just now")
         self.record.advance(_PREFILL)
         self._info = info
-        if self._admission.is_remote:
+        if self._admission.is_remote or self._admission.may_send is not None:
             self._admission.sent(self.lease, self._guard)
         self.lease.step(_FILLING)
 
