@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.admission.custody import Custody, Evidence, Way
 from pdproxy.errors import NotReady
-from tests.fakes.fleet import Clock
+from tests.fakes.fleet import Clock, facts
 from tests.fakes.fronts import FrontEnd, LeaderEnd
 
 WINDOW_S = 8.0
@@ -277,3 +277,73 @@ async def test_an_instance_that_the_next_leader_does_not_know_leaves(
     await begin(leaders, front)
     assert front.pool.find("d9") is None
     assert front.pool.find("d0") is not None
+
+
+async def test_nothing_is_sent_for_what_a_leader_before_has_granted(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """The front was stopped between the grant and the leg, and the next leader has granted the pages to another. Its
+    lease runs again as soon as it follows that leader."""
+    stopped, front = FrontEnd(clock), FrontEnd(clock)
+    await begin(leaders, stopped, front)
+    await granted(stopped, "a", 3, sent=False)
+    second = await begin(leaders, front)
+    end_claims(second, clock, front)
+    await granted(front, "b", 3)
+    stopped.connect(second, 2)
+    assert stopped.lease_of("a").is_returned, "also before it has told this leader of anything"
+    stopped.deliver()
+    assert second.decoders[0].held == 3
+    stopped.end("a")
+    stopped.deliver()
+    assert stopped.admission.num_held == 0
+    assert second.prefiller.num_attempts == second.decoders[0].num_attempts == 1
+
+
+async def test_claims_do_not_hide_what_nobody_claims(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """The engine has let go of the pages of one attempt, whose front has not said so yet. What it has in use are those
+    of another one, whose front has gone."""
+    gone, front = FrontEnd(clock), FrontEnd(clock)
+    await begin(leaders, gone, front)
+    await granted(gone, "lost", 2)
+    await granted(front, "read", 2)
+    front.lease_of("read").step(Custody.READY)
+    second = await begin(leaders, front, d0=4)
+    end_claims(second, clock, front, d0=2)
+    second.look_at_all(d0=2)
+    front.end("read", evidence=Evidence.FIRST_EVENT)
+    front.deliver()
+    front.ask("fits", 2)
+    front.ask("waits", 2)
+    front.deliver()
+    assert "fits" in front.grants
+    assert "waits" not in front.grants
+    second.look_at_all(d0=0)
+    second.look_at_all(d0=0)
+    front.deliver()
+    assert "waits" in front.grants
+
+
+async def test_a_request_that_comes_while_the_leader_is_late_is_heard_by_it(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    """The leader stood still for longer than a lease, and goes on: no session begins anew."""
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    front.is_held = False
+    front.admission.lapse()
+    front.ask("late", 1)
+    front.is_held = True
+    front.deliver()
+    assert "late" in front.grants
+
+
+async def test_what_was_abandoned_is_forgotten_with_its_process(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """The leader hears that the process has ended before it hears that the attempt was abandoned."""
+    front = FrontEnd(clock)
+    leader = await begin(leaders, front)
+    await granted(front, "a", 3)
+    front.end("a", way=Way(over_after_s=20.0))
+    leader.decoders[0].heard(facts("decode", epoch="d0 2", num_pages=4, num_free=4))
+    leader.hub.tell_news()
+    front.deliver()
+    assert leader.decoders[0].held == 0
+    assert front.admission.num_held == 0
