@@ -74,7 +74,7 @@ async def test_what_was_granted_before_is_held_by_the_next_leader(clock: Clock, 
     assert not {"b", "c"} & front.grants.keys(), "nothing is granted before all have claimed"
     end_claims(second, clock, front, d0=3)
     assert decoder.account is not None
-    # Pages that are not certainly filled count twice, until the engine says that it has let go of them.
+    # Pages that are claimed count twice, until the engine says that it has let go of them.
     assert decoder.account.foreign == 3
     front.lease_of("a").step(Custody.READY)
     front.end("a", evidence=Evidence.FIRST_EVENT)
