@@ -322,8 +322,8 @@ class Account:
         look began: pages that were held at any moment since then count as held.
 
         Pages in use beyond those held belong to somebody else: to another proxy, or to this proxy before its restart.
-        The first look at a process counts at once. Of the pages held, which are claims then, only those count that are
-        certainly filled: others could hide pages of somebody who claims nothing. The process which left
+        The first look at a process counts at once. Where pages may be claimed, it is the first look after that time,
+        and all that is in use counts: claims could hide pages of somebody who claims nothing. The process which left
         these pages there must have lost them within `lease_s` seconds after that look. During this time they come off
         by proof only, so that leased pages which are not filled yet do not hide them. Later they lower the limit as
         long as two looks in a row find them. One look alone may come between the evidence and the moment at which the
@@ -339,7 +339,7 @@ class Account:
             self.foreign, self._last_excess = 0, None
         else:
             returned = self.returned_total if returned_before is None else returned_before
-            ours = self._num_filled if becomes_sure else self.granted_total - returned
+            ours = 0 if becomes_sure else self.granted_total - returned
             excess = min(max(0, occupied - ours), capacity)
             last, self._last_excess = self._last_excess, excess
             if last is None:
@@ -352,7 +352,12 @@ class Account:
 
     @property
     def _num_filled(self) -> int:
-        """Returns the number of pages that certainly hold KV of this proxy's requests."""
+        """Returns the number of pages that certainly hold KV of this proxy's requests.
+
+        Of claims nothing is certain: the engine may have let go of pages whose front has not said so yet, and others'
+        pages would be taken for them."""
+        if self._sure_at > -inf:
+            return 0
         return sum(lease.pages for lease in self.leases if lease.custody is _READY)
 
     def check_integrity(self) -> None:

@@ -132,10 +132,11 @@ class FrontAdmission(Admission):
             raise NotReady(message, retry_after_s=RETRY_AFTER_S)
         loop, now = asyncio.get_running_loop(), self._clock()
         waiter = self._waiters[demand] = Waiter(loop.create_future())
-        if has_leader:
+        if self._is_known:  # also one that does not answer in time: it may go on as if nothing had happened
             self._ask(demand, now, is_again=demand.is_again)
         else:
             self._asked[demand.attempt] = demand  # and asks the next one
+        if not has_leader:
             self._await_leader(demand, waiter)
         if demand.deadline < inf:
             waiter.timers.append(loop.call_later(demand.deadline - now + SILENCE_S, self._give_up, demand))
@@ -257,10 +258,16 @@ class FrontAdmission(Admission):
     # ── another leader ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, term: int) -> None:
-        """Notes that a leader is reached which knows nothing of this front. It tells of the fleet first."""
+        """Notes that a leader is reached which knows nothing of this front. It tells of the fleet first.
+
+        Pages for which nothing was sent yet are given up. This leader has not heard of them, and may grant them to
+        others before it does; what was sent it finds at the engines."""
         self.term = term
         self._is_known = False
         self.shapes.clear()
+        for held in self._held.values():
+            if held.lease is not None and held.lease.custody is Custody.RESERVED:
+                super().free(held.lease, Evidence.NEVER_SENT)
 
     def listed(self) -> None:
         """Tells the leader, which has told of the whole fleet, what this front holds and who waits."""
@@ -393,6 +400,15 @@ class FrontAdmission(Admission):
     def _forget_if_over(self, attempt: str, held: Held) -> None:
         if held.is_over:
             self._held.pop(attempt, None)
+
+    def forget_ended(self) -> None:
+        """Forgets what was abandoned and has come back, because the process that had it has ended."""
+        for attempt, held in list(self._held.items()):
+            self._forget_if_over(attempt, held)
+
+    def discard(self, place: Place) -> None:
+        super().discard(place)
+        self.forget_ended()
 
     def take_due(self) -> tuple[list[Job], float]:
         """Returns nothing to do: the leader's reaper sees to orphans."""

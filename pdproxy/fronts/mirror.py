@@ -73,6 +73,8 @@ class MirroredInstance(Instance):
             occupied=None,
             asked_at=float("-inf"),
         )
+        if is_new:
+            self._front.forget_ended()
         if serves_others:
             self._changed()
 

@@ -199,10 +199,10 @@ class Attempt:
 
     def prefill_sent(self, info: AttemptInfo) -> None:
         """Begins the prefill phase: the prefill leg is on its way, and pages may be filled from now on. Raises
-        `KvFailed` where the pages are gone with their process, and `NotReady` where nobody answers for them: then
-        nothing must be sent."""
-        if self.lease.is_returned:  # the process ended just after the grant
-            raise KvFailed(f"{self.owner.name!r} was restarted just now")
+        `KvFailed` where the pages are gone, with their process or with the leader that granted them, and `NotReady`
+        where nobody answers for them: then nothing must be sent."""
+        if self.lease.is_returned:  # the process ended just after the grant, or another leader was followed
+            raise KvFailed(f"the pages that were granted at {self.owner.name!r} were taken back just now")
         self.record.advance(_PREFILL)
         self._info = info
         if self._admission.is_remote or self._admission.may_send is not None:

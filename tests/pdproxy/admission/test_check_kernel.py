@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts.dev.check_kernel.command import find_planted, main
+from scripts.dev.check_kernel.command import find_planted, find_planted_in_fleet, main
 from scripts.dev.check_kernel.faults import BOTH, FAULTS, LINE, ONE, Fault
+from scripts.dev.check_kernel.fleet import faults as fleet_faults
+from scripts.dev.check_kernel.fleet import stories as fleet_stories
+from scripts.dev.check_kernel.fleet import walk
+from scripts.dev.check_kernel.fleet import world as fleets
+from scripts.dev.check_kernel.fleet.plans import PLANS as FLEETS
 from scripts.dev.check_kernel.model import Model
 from scripts.dev.check_kernel.search import search
 from scripts.dev.check_kernel.stories import story
@@ -42,6 +47,21 @@ def test_the_story_is_as_short_as_can_be_and_ends_with_what_is_wrong() -> None:
     ]
 
 
+@pytest.mark.parametrize("plan", FLEETS, ids=lambda plan: plan.name)
+def test_walks_through_a_fleet_whose_leaders_follow_one_another(plan: fleets.Plan) -> None:
+    result = walk.search(plan, seed=1, num_walks=5, length=60)
+    assert result.violation is None, fleet_stories.story(plan, result)
+    assert result.num_events == 300
+
+
+@pytest.mark.parametrize("fault", fleet_faults.FAULTS, ids=lambda fault: fault.name)
+def test_fault_that_is_planted_in_a_fleet_is_found(fault: fleet_faults.Fault) -> None:
+    result = find_planted_in_fleet(fault)
+    assert result.violation is not None
+    told = fleet_stories.story(fault.plan, result).splitlines()
+    assert result.violation in told[-1]
+
+
 def test_the_command_writes_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     """It writes them to stdout where no file is named, and then nothing else."""
     assert main(["--world", "line, two owners", "--json"]) == 0
@@ -53,4 +73,4 @@ def test_the_command_writes_its_figures(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_command_finds_all_that_is_planted(tmp_path: Path) -> None:
     assert main(["--planted", "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["planted"] == figures["found"] == len(FAULTS) >= 16
+    assert figures["planted"] == figures["found"] == len(FAULTS) + len(fleet_faults.FAULTS) >= 40

@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.admission.custody import Custody, Evidence, Way
 from pdproxy.errors import NotReady
-from tests.fakes.fleet import Clock
+from tests.fakes.fleet import Clock, facts
 from tests.fakes.fronts import FrontEnd, LeaderEnd
 
 WINDOW_S = 8.0
@@ -74,7 +74,7 @@ async def test_what_was_granted_before_is_held_by_the_next_leader(clock: Clock, 
     assert not {"b", "c"} & front.grants.keys(), "nothing is granted before all have claimed"
     end_claims(second, clock, front, d0=3)
     assert decoder.account is not None
-    # Pages that are not certainly filled count twice, until the engine says that it has let go of them.
+    # Pages that are claimed count twice, until the engine says that it has let go of them.
     assert decoder.account.foreign == 3
     front.lease_of("a").step(Custody.READY)
     front.end("a", evidence=Evidence.FIRST_EVENT)
@@ -298,3 +298,73 @@ async def test_requests_wait_for_instances_that_only_the_leader_before_knew_to_b
     second.hub.tell_news()
     front.deliver()
     assert [one.is_ready for one in front.pool.instances] == [True, False]
+
+
+async def test_nothing_is_sent_for_what_a_leader_before_has_granted(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """The front was stopped between the grant and the leg, and the next leader has granted the pages to another. Its
+    lease runs again as soon as it follows that leader."""
+    stopped, front = FrontEnd(clock), FrontEnd(clock)
+    await begin(leaders, stopped, front)
+    await granted(stopped, "a", 3, sent=False)
+    second = await begin(leaders, front)
+    end_claims(second, clock, front)
+    await granted(front, "b", 3)
+    stopped.connect(second, 2)
+    assert stopped.lease_of("a").is_returned, "also before it has told this leader of anything"
+    stopped.deliver()
+    assert second.decoders[0].held == 3
+    stopped.end("a")
+    stopped.deliver()
+    assert stopped.admission.num_held == 0
+    assert second.prefiller.num_attempts == second.decoders[0].num_attempts == 1
+
+
+async def test_claims_do_not_hide_what_nobody_claims(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """The engine has let go of the pages of one attempt, whose front has not said so yet. What it has in use are those
+    of another one, whose front has gone."""
+    gone, front = FrontEnd(clock), FrontEnd(clock)
+    await begin(leaders, gone, front)
+    await granted(gone, "lost", 2)
+    await granted(front, "read", 2)
+    front.lease_of("read").step(Custody.READY)
+    second = await begin(leaders, front, d0=4)
+    end_claims(second, clock, front, d0=2)
+    second.look_at_all(d0=2)
+    front.end("read", evidence=Evidence.FIRST_EVENT)
+    front.deliver()
+    front.ask("fits", 2)
+    front.ask("waits", 2)
+    front.deliver()
+    assert "fits" in front.grants
+    assert "waits" not in front.grants
+    second.look_at_all(d0=0)
+    second.look_at_all(d0=0)
+    front.deliver()
+    assert "waits" in front.grants
+
+
+async def test_a_request_that_comes_while_the_leader_is_late_is_heard_by_it(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    """The leader stood still for longer than a lease, and goes on: no session begins anew."""
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    front.is_held = False
+    front.admission.lapse()
+    front.ask("late", 1)
+    front.is_held = True
+    front.deliver()
+    assert "late" in front.grants
+
+
+async def test_what_was_abandoned_is_forgotten_with_its_process(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """The leader hears that the process has ended before it hears that the attempt was abandoned."""
+    front = FrontEnd(clock)
+    leader = await begin(leaders, front)
+    await granted(front, "a", 3)
+    front.end("a", way=Way(over_after_s=20.0))
+    leader.decoders[0].heard(facts("decode", epoch="d0 2", num_pages=4, num_free=4))
+    leader.hub.tell_news()
+    front.deliver()
+    assert leader.decoders[0].held == 0
+    assert front.admission.num_held == 0
