@@ -135,13 +135,15 @@ def assemble(
     make_client: MakeClient | None = None,
     fleet: Sequence[InstanceSettings] | None = None,
     elsewhere: Elsewhere | None = None,
+    notify: Callable[[], str] | None = None,
     term: int | None = None,
     claims_until: float = -math.inf,
 ) -> Proxy:
     """Builds everything and starts nothing. Raises `ConfigError` that names the option at fault.
 
     `make_client` replaces HTTP, for tests. `fleet` replaces the one that the options name. `elsewhere` has the figures
-    of the proxy's other processes. A proxy that admits in a `term` grants nothing before the time `claims_until` on the
+    of the proxy's other processes. `notify` tells where canaries' KV signals go to, where that is not this proxy's own
+    socket. A proxy that admits in a `term` grants nothing before the time `claims_until` on the
     monotonic clock.
     """
     # Some parts need each other. A lambda stands for a part that is made further down, and is called after that only.
@@ -208,7 +210,7 @@ def assemble(
         retries=retries,
         observer=observer,
         descriptors=descriptors,
-        notify=signals.address,
+        notify=notify or signals.address,
     )
     probe, admin_keys = _probe(settings, pool, orchestrator, check, lag), _admin_keys(settings)
     feed = Feed(

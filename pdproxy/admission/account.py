@@ -318,8 +318,9 @@ class Account:
         """Takes the engine's own numbers at this look, which began at `asked_at`. Returns whether anything else fits
         than before. Raises `ValueError` for a `capacity` below 1.
 
-        `occupied` is None where the engine does not say it. `returned_before` is `returned_total` as it was when the
-        look began: pages that were held at any moment since then count as held.
+        `occupied` is None where the engine does not say it. Then all that may have been claimed and was not counts as
+        foreign for `lease_s` seconds, after which the engine has dropped it. `returned_before` is `returned_total` as
+        it was when the look began: pages that were held at any moment since then count as held.
 
         Pages in use beyond those held belong to somebody else: to another proxy, or to this proxy before its restart.
         The first look at a process counts at once. Where pages may be claimed, it is the first look after that time,
@@ -335,8 +336,14 @@ class Account:
         self.capacity, self.occupied = capacity, occupied
         becomes_sure = not self.is_sure and asked_at >= self._sure_at
         self.is_sure = self.is_sure or becomes_sure
-        if occupied is None or not self.is_sure:
+        if not self.is_sure:
             self.foreign, self._last_excess = 0, None
+        elif occupied is None:
+            self._last_excess = None
+            if becomes_sure:
+                self.foreign, self._found_until = max(0, capacity - self.held), now + lease_s
+            elif now >= self._found_until:
+                self.foreign = 0
         else:
             returned = self.returned_total if returned_before is None else returned_before
             ours = 0 if becomes_sure else self.granted_total - returned

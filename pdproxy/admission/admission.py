@@ -130,6 +130,11 @@ class Admission:
         self.on_settled: Callable[[Lease], object] = lambda lease: None
         """The function that is called with an orphan whose pages have come back. It must not raise."""
 
+    @property
+    def has_leader(self) -> bool:
+        """Tells whether somebody admits. In the process that does it itself that is always so."""
+        return True
+
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind_now(self, demand: Demand) -> Grant | None:

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import httpx
 import msgspec
 
-from pdproxy.coordination.store import MAX_TERM, Leader, Member, bounded, check_seen, foreign, unavailable
+from pdproxy.coordination.store import MAX_TERM, UNREADABLE, Leader, Member, bounded, check_seen, foreign, unavailable
 from pdproxy.errors import ConfigError, StoreUnavailable
 
 DEFAULT_PORT = 2379
@@ -361,7 +361,11 @@ def _read_url(url: str) -> tuple[list[str], tuple[str, str] | None, ssl.SSLConte
 
 
 def _endpoint(scheme: str, host: str) -> str:
-    parts = urlsplit(f"{scheme}://{host}")
+    try:
+        parts = urlsplit(f"{scheme}://{host}")
+        port = parts.port
+    except ValueError:
+        raise ValueError(UNREADABLE) from None
     if not parts.hostname:
         raise ValueError("a host is missing")
-    return f"{scheme}://{host}" if parts.port else f"{scheme}://{host}:{DEFAULT_PORT}"
+    return f"{scheme}://{host}" if port else f"{scheme}://{host}:{DEFAULT_PORT}"

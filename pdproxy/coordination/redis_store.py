@@ -22,7 +22,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from pdproxy.coordination.store import Leader, Member, bounded, check_seen, foreign, unavailable
+from pdproxy.coordination.store import UNREADABLE, Leader, Member, bounded, check_seen, foreign, unavailable
 from pdproxy.errors import ConfigError, StoreUnavailable
 
 _FOREIGN = "PDPROXY_FOREIGN"
@@ -107,8 +107,8 @@ class RedisStore:
             # One more try, at once: the server may have closed an idle connection. All calls here may be repeated.
             retry = Retry(NoBackoff(), 1)
             self._client: Redis = Redis.from_url(url, retry=retry, socket_connect_timeout=timeout_s, protocol=2)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"coordinator: the URL cannot be used: {error}") from None
+        except (ValueError, TypeError):  # whose text may have a part of the password
+            raise ConfigError(f"coordinator: the URL cannot be used: {UNREADABLE}") from None
 
     async def hold(self, member: str, address: str, *, seen: int, ttl_s: float) -> Leader:
         check_seen(seen)

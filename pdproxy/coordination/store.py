@@ -15,6 +15,8 @@ import msgspec
 from pdproxy.aio.deadline import Deadline
 from pdproxy.errors import StoreUnavailable
 
+UNREADABLE = "the host or its port cannot be read; write / # @ : in a password as %2F %23 %40 %3A"
+"""What is wrong with a URL, without a part of it: it may be the password's."""
 MAX_TERM = 2**53 - 1
 """The greatest term. Redis counts in floating point, which is exact up to here."""
 

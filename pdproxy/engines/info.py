@@ -42,6 +42,8 @@ class EngineInfo:
     num_pages: int = 0
     """The number of pages of the memory that slots guard; 0 where slots guard another instance's."""
     num_occupied: int | None = None
+    term: int | None = None
+    """The highest term of a leader that the process has heard of; None where it heard of none, or knows no terms."""
     """The number of pages of that memory which the engine says are in use, on the fullest rank; None where it does not
     say.
 

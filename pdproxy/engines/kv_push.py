@@ -40,6 +40,7 @@ def read_buffer(facts: bytes, cards: bytes, *, kv_url: str | None = None) -> Eng
         agreement=_agreement(buffer),
         num_pages=buffer.num_pages,
         num_occupied=_num_occupied(buffer),
+        term=buffer.term,
         num_wrong_tags=buffer.num_wrong_tags,
         chunk_size=buffer.chunk_size,
         page_bytes=buffer.page_bytes,

@@ -166,7 +166,9 @@ class Pool:
 
     @property
     def is_ready(self) -> bool:
-        """Tells whether a request would find an instance for each of its halves."""
+        """Tells whether a request would find an instance for each of its halves, and somebody who admits it."""
+        if not self.admission.has_leader:
+            return False
         prefill, decode = ([one.models for one in self.of_role(role) if one.is_routable] for role in ROLES)
         if not all(prefill) or not all(decode):  # an instance that names no models is taken to serve any
             return bool(prefill and decode)

@@ -131,6 +131,7 @@ def assemble_front(
         num_unsent_bytes=lambda: to_leader.num_unsent_bytes,
         is_held=(lambda: True) if link is None else lambda: link.is_held,
         patience_s=None if link is None else settings.term_s,
+        max_waiting=settings.max_queue,
     )
     pool = Pool(admission)
     signals = parts.Signals(board, settings, pool)

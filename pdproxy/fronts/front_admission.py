@@ -25,7 +25,7 @@ from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
 from pdproxy.admission.orphans import Job
 from pdproxy.engines.adapter import ReleaseCall
-from pdproxy.errors import NotReady, ProxyError, QueueTimeout
+from pdproxy.errors import NotReady, ProxyError, QueueFull, QueueTimeout
 from pdproxy.fleet.routing.candidate import NO_HINTS
 from pdproxy.fleet.routing.router import Router
 from pdproxy.fronts import messages
@@ -80,8 +80,8 @@ class FrontAdmission(Admission):
     """`FrontAdmission` asks the leader for every grant, with `send`, and tells it of every lease.
 
     Mutable state, besides that of `Admission`: whether there is a leader that knows this front, and whether anybody
-    waits there; the demands that wait, by attempt; what was granted and is not over, by attempt; the numbers of owners'
-    shapes, as the leader has told them.
+    waits there; the demands that wait, by attempt, and those of them that no leader has heard of; what was granted and
+    is not over, by attempt; the numbers of owners' shapes, as the leader has told them.
     """
 
     def __init__(
@@ -94,12 +94,13 @@ class FrontAdmission(Admission):
         num_unsent_bytes: Callable[[], int] = int,
         is_held: Callable[[], bool] = lambda: True,
         patience_s: float | None = None,
+        max_waiting: int = 1024,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes `send_soon`, which sends what may wait a moment for others; `num_unsent_bytes`, which returns how much
         of what was sent the leader has not taken yet; and `is_held`, which tells whether a leader answers for this
         front's leases at this moment. Where one leader may follow another, demands wait for the next one for
-        `patience_s` seconds."""
+        `patience_s` seconds, and at most `max_waiting` of them."""
         super().__init__(kernel, clock=clock)
         self._router = router
         self._send = send
@@ -107,10 +108,12 @@ class FrontAdmission(Admission):
         self._num_unsent_bytes = num_unsent_bytes
         self._is_held = is_held
         self._patience_s = patience_s
+        self._max_waiting = max_waiting
         self._is_known = patience_s is None
         self.is_remote = True
         self._is_scarce = True
         self._asked: dict[str, Demand] = {}
+        self._unasked: set[Demand] = set()
         self._held: dict[str, Held] = {}
         self.shapes: dict[int, Hashable] = {}
 
@@ -130,12 +133,16 @@ class FrontAdmission(Admission):
         if self._num_unsent_bytes() > MAX_UNSENT_BYTES:
             message = "the process that admits requests does not answer; try again later"
             raise NotReady(message, retry_after_s=RETRY_AFTER_S)
+        if not self._is_known and len(self._asked) >= self._max_waiting:
+            message = f"{len(self._asked)} requests already wait for somebody who admits them; try again later"
+            raise QueueFull(message, retry_after_s=RETRY_AFTER_S)
         loop, now = asyncio.get_running_loop(), self._clock()
         waiter = self._waiters[demand] = Waiter(loop.create_future())
         if self._is_known:  # also one that does not answer in time: it may go on as if nothing had happened
             self._ask(demand, now, is_again=demand.is_again)
         else:
             self._asked[demand.attempt] = demand  # and asks the next one
+            self._unasked.add(demand)
         if not has_leader:
             self._await_leader(demand, waiter)
         if demand.deadline < inf:
@@ -187,6 +194,7 @@ class FrontAdmission(Admission):
             self._cancel(demand)
 
     def _cancel(self, demand: Demand) -> None:
+        self._unasked.discard(demand)
         if self._asked.pop(demand.attempt, None) is not None:
             self._send(messages.Cancel(demand.attempt))
 
@@ -276,7 +284,8 @@ class FrontAdmission(Admission):
         for attempt, held in list(self._held.items()):
             self._claim(attempt, held, now)
         for demand in self._asked.values():
-            self._ask(demand, now, is_again=True)
+            self._ask(demand, now, is_again=demand.is_again or demand not in self._unasked)
+        self._unasked.clear()
 
     def _claim(self, attempt: str, held: Held, now: float) -> None:
         lease, abandoned = held.lease, held.abandoned
@@ -364,8 +373,10 @@ class FrontAdmission(Admission):
     def abandon(self, lease: Lease, way: Way) -> None:
         custody = lease.custody
         super().abandon(lease, way)
-        if not self._is_known and self._patience_s is None:
-            self._hand_over(lease)
+        held = self._held.get(lease.attempt)
+        is_unknown = held is not None and 0 in (held.owner.number, held.peer.number)
+        if self._patience_s is None if not self._is_known else is_unknown:
+            self._hand_over(lease)  # nobody can do anything about what lies there
             return
         message = messages.Abandon(
             lease.attempt,
@@ -376,7 +387,7 @@ class FrontAdmission(Admission):
             way.settles_after_s,
             way.is_closing,
         )
-        if (held := self._held.get(lease.attempt)) is not None:
+        if held is not None:
             held.abandoned, held.abandoned_at = message, self._clock()
         self._send(message)
 

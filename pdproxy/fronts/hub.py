@@ -294,8 +294,8 @@ class Session:
     # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def claim(self, message: messages.Claim) -> None:
-        """Takes in an attempt that another leader has granted. Pages that this leader has granted itself are this
-        front's no longer: it was taken for gone in between."""
+        """Takes in an attempt that another leader has granted, or of which this one has not heard because the session
+        broke off. Pages of a session that has ended are this front's no longer: it was taken for gone in between."""
         owner, peer = self._hub.at(message.owner), self._hub.at(message.peer)
         if owner is None or peer is None:
             return
@@ -308,7 +308,7 @@ class Session:
                 attempt.bound.add(is_owner)
         if not message.pages:
             self._forget_if_over(attempt)
-        elif message.term == self._hub.term:
+        elif message.attempt in self._hub.taken:
             self._take(attempt)
         elif owner.account is None:  # it is not known yet which process is there
             self._early[message.attempt] = [message]
@@ -384,7 +384,12 @@ class Session:
     def abandon(self, message: messages.Abandon) -> None:
         """Hands an attempt's pages to the reaper."""
         attempt = self._attempts.get(message.attempt)
-        if self._is_early(message) or attempt is None or not attempt.has_lease or attempt.lease.is_returned:
+        if self._is_early(message):
+            return
+        if attempt is None or not attempt.has_lease:  # this leader knows nothing of it, and can do nothing about it
+            self._send(messages.Settled(message.attempt, Evidence.INCARNATION_ENDED))
+            return
+        if attempt.lease.is_returned:
             return
         errand = None if message.errand is None else _release_call(message.errand)
         way = Way(
@@ -508,6 +513,8 @@ class Session:
         for attempt in attempts:
             if attempt in waiting:
                 continue
+            if attempt.has_lease:
+                self._hub.taken[attempt.id] = None
             if attempt.has_lease and attempt.lease.custody not in (_ORPHANED, _RETURNED):
                 self._abandon(attempt, _FILLING, _last_way(attempt))
             for is_owner in list(attempt.bound):
@@ -531,10 +538,15 @@ class Hub:
         *,
         term: int | None = None,
         may_grant: Callable[[], bool] = lambda: True,
+        on_newer_term: Callable[[int], object] = lambda term: None,
     ) -> None:
-        """Takes the term in which it leads, and `may_grant`, which tells whether it leads at this moment."""
+        """Takes the term in which it leads; `may_grant`, which tells whether it leads at this moment; and
+        `on_newer_term`, which is called with a higher term of which an engine has heard."""
         self.term = term
         self.may_grant = may_grant
+        self._on_newer_term = on_newer_term
+        self.taken: dict[str, None] = {}
+        """The attempts whose pages the reaper has, or had, because their front was taken for gone."""
         self.pool = pool
         self.admission = admission
         self.reaper = reaper
@@ -614,6 +626,9 @@ class Hub:
         if self._awaited and instance.account is not None:
             for session in self._awaited.pop(instance, ()):
                 session.owner_heard(instance)
+        term = None if instance.facts is None else instance.facts.term
+        if term is not None and self.term is not None and term > self.term:
+            self._on_newer_term(term)
         self._news[instance] = None
         if not self._is_due:
             self._is_due = True

@@ -210,8 +210,8 @@ class Mirror:
 
     def lapse(self, error: Exception) -> None:
         """Ends with `error` what has no KV yet, because nobody answers for its pages any more."""
-        for instance in self._pool.of_role("prefill"):
-            if isinstance(instance, MirroredInstance):
+        for instance in (*self._pool.instances, *self._pool.leaving):
+            if instance.role == "prefill" and isinstance(instance, MirroredInstance):
                 instance.cut_prefills(error)
 
     def left(self, message: messages.Left) -> None:

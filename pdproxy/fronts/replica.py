@@ -53,6 +53,11 @@ log = logging.getLogger(__name__)
 PARTS = 3
 """A term's time has three equal parts: until a leader that was lost is known to be, until it has certainly stopped, and
 until the fronts that it answered for have."""
+EARLY_S = 0.01
+"""Seconds by which a timer may come too early."""
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = frozenset({"0.0.0.0", "::", "*"})
+"""The addresses on which a socket can listen, but at which nobody can reach it."""
 ASK_AGAIN_S = 1.0
 """The pause in seconds before the store is asked again that did not answer."""
 
@@ -84,12 +89,19 @@ class Term:
         self.proxy = proxy = assemble(
             settings.model_copy(update={"proxy_port": 0}),  # the replica has the port that engines know
             fleet=fleet,
+            notify=replica.notify,
             elsewhere=replica.elsewhere,
             term=leader.term,
             claims_until=self._claims_until,
         )
         self.hub = Hub(
-            proxy.pool, proxy.pool.admission, proxy.reaper, proxy.counts, term=leader.term, may_grant=self.may_grant
+            proxy.pool,
+            proxy.pool.admission,
+            proxy.reaper,
+            proxy.counts,
+            term=leader.term,
+            may_grant=self.may_grant,
+            on_newer_term=replica.note_term,
         )
         proxy.pool.admission.may_send = self.may_grant
         proxy.pool.on_membership = self.hub.follow
@@ -120,7 +132,7 @@ class Term:
                 log.info("this replica leads, in term %d", self.leader.term)
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self.links.run)
-                    await anyio.sleep(max(0.0, self._claims_until - time.monotonic()))
+                    await anyio.sleep(max(0.0, self._claims_until - time.monotonic()) + EARLY_S)
                     for instance in self.proxy.pool.instances:  # whose pages in use are known from this look on
                         instance.look_soon()
                     await anyio.sleep_forever()
@@ -133,7 +145,6 @@ class Term:
             self.is_over = True
             log.warning("this replica leads no longer; term %d is over", self.leader.term)
             self.links.close()
-            self.proxy.hurry()
 
 
 class Replica:
@@ -178,11 +189,17 @@ class Replica:
         self._running: asyncio.Task[None] | None = None
         self._leader: Leader | None = None
         self._secret = secrets.token_hex(32)
+        self._complaint = ""
         self._is_news = asyncio.Event()
         self._tunnel: OperatorsTunnel | None = None
         self._forward: Forward | None = None
 
     # ── as a program ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def notify(self) -> Callable[[], str] | None:
+        """The address of this replica's own socket for KV signals; None where it has none."""
+        return None if self._signals is None else self._signals.address
 
     @property
     def pool(self) -> Pool:
@@ -240,7 +257,7 @@ class Replica:
         self._tunnel = OperatorsTunnel(self.elsewhere_at, front=peer, tls=self.tls[1])
         self._forward = Forward(self.elsewhere_at)
         async with anyio.create_task_group() as tasks:
-            for runner in (self._tunnel.run, self._election.run, self._follow):
+            for runner in (self._tunnel.run, self._take_part):
                 tasks.start_soon(runner)
             if self._signals is not None:
                 tasks.start_soon(self._signals.run)
@@ -311,6 +328,11 @@ class Replica:
             log.error("the instances stay as they were: %s", error)
             return self._fleet
 
+    def note_term(self, term: int) -> None:
+        """Takes note that an engine has heard of a higher term than this replica's: the store has forgotten it."""
+        log.error("an engine has heard of term %d, which the store has forgotten: another term begins", term)
+        asyncio.get_running_loop().call_soon(self._election.note_term, term)
+
     def _lapsed(self, leader: Leader) -> None:
         self._end_term()
 
@@ -326,15 +348,34 @@ class Replica:
         self._leader = leader
         self._is_news.set()
 
+    async def _take_part(self) -> None:
+        """Takes part in the election. Whoever leads has to know the fleet's secret, so that is asked for before."""
+        while True:
+            if await self._learn_secret():
+                break
+            await anyio.sleep(ASK_AGAIN_S)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._election.run)
+            tasks.start_soon(self._follow)
+
+    async def _learn_secret(self) -> bool:
+        """Asks the store for the fleet's secret. Returns False, and says why in the log, where it does not answer."""
+        try:
+            self._secret = await self._store.secret(self._secret)
+        except StoreUnavailable as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                log.warning("%s", error)
+            return False
+        self._complaint = ""
+        return True
+
     async def _follow(self) -> None:
-        """Tells the fronts who leads, with the fleet's secret, which is the store's."""
+        """Tells the fronts who leads, with the fleet's secret, which is another one where the store began anew."""
         while True:
             self._is_news.clear()
             leader = self._leader
-            try:
-                self._secret = await self._store.secret(self._secret)
-            except StoreUnavailable as error:
-                log.warning("%s", error)
+            if not await self._learn_secret():
                 await anyio.sleep(ASK_AGAIN_S)
                 self._is_news.set()
             if self._term is not None:
@@ -388,6 +429,10 @@ def _hold_place(settings: Settings) -> socket.socket:
     """Returns a socket that keeps a port for this replica, at the address at which others reach it. It takes no
     connections: those that lead in turn do. Raises `ConfigError`."""
     host = settings.replica_host or _own_address(str(settings.coordinator))
+    if host in EVERYWHERE:
+        raise ConfigError(f"replica_host: others cannot reach this replica at {host}; give one of its addresses")
+    if settings.replica_host is None and host == LOOPBACK:
+        log.warning("replica_host: replicas on other machines cannot reach this one at %s, where its store is", host)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, settings.replica_port, type=socket.SOCK_STREAM)[0]
         held = socket.socket(family, socket.SOCK_STREAM)
@@ -407,7 +452,7 @@ def _own_address(coordinator: str) -> str:
     """Returns the address that this machine has towards the store. Nothing is sent. Raises `ConfigError`."""
     url = urlsplit(coordinator.partition(",")[0])
     if not url.hostname:
-        return "127.0.0.1"  # a Unix socket
+        return LOOPBACK  # a Unix socket
     try:
         family, kind, _, _, address = socket.getaddrinfo(url.hostname, url.port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -386,8 +386,9 @@ class Workers:
 
     def tell_signal(self, frame: bytes) -> None:
         """Tells all fronts a KV signal. Where it is for none of them, one tells the leader of it."""
-        for number, worker in enumerate(self._alive):
-            worker.tell(messages.Signal(frame, number == 0))
+        teller = next((one for one in self._alive if one.is_serving and one.num_unanswered <= 1), None)
+        for worker in self._alive:
+            worker.tell(messages.Signal(frame, worker is teller))
 
     def status(self) -> list[dict[str, Any]]:
         """Returns what the status page shows."""

@@ -229,6 +229,8 @@ def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator) -> 
             return _error(NotReady("the proxy is shutting down"))
         if orchestrator.is_leaving:  # before the fleet is looked at: a balancer is to know it however that fares
             return _error(NotReady("the proxy is leaving: it still serves requests, and will soon shut down"))
+        if not pool.admission.has_leader:
+            return _error(NotReady("nobody admits requests at this moment: no leader answers"))
         if not pool.is_ready:
             return _error(NotReady(f"there is no ready prefiller, or no ready decoder: {_who_is_not(pool)}"))
         return _json({"status": "ready"})

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +32,8 @@ from pdproxy.tokens.tokenizer import FILE, FastTokenizer
 
 log = logging.getLogger(__name__)
 
+NUM_TOKENIZERS = 8
+"""The most tokenizers that are kept, for sizers that are made anew."""
 NUM_THREADS = 2
 """The number of threads that count long prompts. The other prompts have as many threads of their own, so that they do
 not wait behind long ones.
@@ -245,7 +248,7 @@ class TokenizerSizer:
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         count_s: float = COUNT_S,
     ) -> None:
-        self._tokenizer = FastTokenizer(path)
+        self._tokenizer = _tokenizer(path, _changed_at(path))
         self._engines = engines or NoEngines()
         self._otherwise = ByteSizer(max_bytes, engines=self._engines, min_prompt_tokens=min_prompt_tokens)
         self._max_bytes = max_bytes
@@ -353,6 +356,20 @@ class ModelSizers:
 
     def _of(self, model: str | None) -> PromptSizer:
         return self._by_model.get(model or "", self._otherwise)
+
+
+@lru_cache(maxsize=NUM_TOKENIZERS)
+def _tokenizer(path: Path, changed_at: int) -> FastTokenizer:
+    """Returns the tokenizer of a folder, which all sizers of this process share: large ones take a second to read."""
+    return FastTokenizer(path)
+
+
+def _changed_at(path: Path) -> int:
+    """Returns a number that is another one when the folder's tokenizer is another one; 0 where there is none."""
+    try:
+        return (path / FILE).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def make_sizer(settings: Settings, engines: Engines | None = None) -> PromptSizer:
