@@ -39,7 +39,7 @@ WEIGHTS = {
     "refused": 0.4,
     **dict.fromkeys(("die", "stop", "end", "halt", "restart", "forget"), 0.2),
 }
-"""How often an event happens beside others; 0.5 where it is not named."""
+"""The frequency of each event beside others; 0.5 where it is not named."""
 
 BY_FRONT = frozenset({"send", "arrive", "ready", "first", "leave", "refused"})
 """The events that happen to attempts, of which one front's are alike."""

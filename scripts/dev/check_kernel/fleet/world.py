@@ -54,7 +54,7 @@ class Plan:
 
 @contextmanager
 def turning(loop: Loop) -> Iterator[None]:
-    """While the block runs, `loop` is the running event loop."""
+    """Makes `loop` the running event loop while the block lasts."""
     asyncio._set_running_loop(cast(asyncio.AbstractEventLoop, loop))
     try:
         yield
