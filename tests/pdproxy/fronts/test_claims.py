@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from pdproxy.admission.custody import Custody, Evidence, Way
-from pdproxy.errors import NotReady
+from pdproxy.errors import NotReady, QueueFull
 from tests.fakes.fleet import Clock, facts
 from tests.fakes.fronts import FrontEnd, LeaderEnd
 
@@ -368,3 +369,91 @@ async def test_what_was_abandoned_is_forgotten_with_its_process(clock: Clock, le
     front.deliver()
     assert leader.decoders[0].held == 0
     assert front.admission.num_held == 0
+
+
+def look_at_engines_that_do_not_tell(leader: LeaderEnd) -> None:
+    """All engines answer, and do not say how many pages are in use."""
+    for one in (leader.prefiller, *leader.decoders):
+        told = facts(one.role, epoch=f"{one.name} 1", **({"num_pages": 4} if one.role == "decode" else {}))
+        one.heard(replace(told, num_occupied=None), one.asked())
+        one.proven()
+
+
+async def test_what_an_engine_does_not_tell_is_held_until_its_lease_is_over(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    """A front went together with its leader. Nobody can know what it held there."""
+    gone, front = FrontEnd(clock), FrontEnd(clock)
+    first = next(leaders)
+    await asyncio.sleep(0)
+    look_at_engines_that_do_not_tell(first)
+    for one in (gone, front):
+        one.connect(first, 1)
+        one.deliver()
+    await granted(gone, "lost", 3)
+    await granted(front, "known", 1)
+    second = next(leaders)
+    front.connect(second, 2)
+    look_at_engines_that_do_not_tell(second)
+    second.hub.tell_news()
+    front.deliver()
+    clock.advance(WINDOW_S + 0.01)
+    look_at_engines_that_do_not_tell(second)
+    front.ask("waits", 2)
+    front.lease_of("known").step(Custody.READY)
+    front.end("known", evidence=Evidence.FIRST_EVENT)
+    await granted(front, "after it", 1)
+    assert "waits" not in front.grants
+    clock.advance(second.decoders[0].adapter.traits.lease_s)
+    look_at_engines_that_do_not_tell(second)
+    front.deliver()
+    assert "waits" in front.grants
+
+
+async def test_a_claim_that_was_lost_on_the_wire_is_a_claim_still(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """The leader took the front for gone before it had heard a claim. The front comes back in the same term."""
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    await granted(front, "a", 3)
+    second = next(leaders)
+    await asyncio.sleep(0)
+    second.look_at_all(d0=3)
+    front.connect(second, 2)
+    while front.from_leader:
+        message = front.from_leader.popleft()
+        front.handlers[type(message)](message)
+    assert front.session is not None
+    front.session.close()  # with the claim on its way
+    front.connect(second, 2)
+    front.deliver()
+    assert second.decoders[0].held == 3
+    assert not front.lease_of("a").is_returned
+
+
+async def test_what_no_leader_knows_is_forgotten_when_it_is_abandoned(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    """The next leader has another fleet: it will never say that the pages have come back."""
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    await granted(front, "a", 3)
+    other = LeaderEnd(clock, (), term=2)
+    front.connect(other, 2)
+    front.deliver()
+    front.end("a", way=Way(over_after_s=60.0))
+    front.deliver()
+    assert front.admission.num_held == 0
+    assert not list(front.admission.kernel.orphans)
+
+
+async def test_the_line_is_not_longer_after_a_time_without_a_leader(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    front = FrontEnd(clock)
+    for number in range(5):
+        front.ask(f"early {number}", 4)
+    leader = LeaderEnd(clock, term=2, claims_until=clock() + WINDOW_S, max_queue=2)
+    await asyncio.sleep(0)
+    leader.look_at_all()
+    front.connect(leader, 2)
+    front.deliver()
+    assert leader.admission.num_waiting == 2
+    assert {type(error) for error in front.errors.values()} == {QueueFull}
