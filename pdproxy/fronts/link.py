@@ -97,6 +97,7 @@ class Link:
         self._connection: Connection | None = None
         self._dialling: anyio.CancelScope | None = None
         self._changed = asyncio.Event()
+        self._has_term = asyncio.Event()
         self._is_closed = False
         self._lease_until = -inf
         self._has_lapsed = True
@@ -145,6 +146,7 @@ class Link:
             return
         if lead is not None and lead.term != self._term:
             self._term = lead.term
+            self._has_term.set()
             self._pause_s = FIRST_PAUSE_S
             self._drop("another term has begun")
         elif lead == self._lead:
@@ -189,8 +191,7 @@ class Link:
     # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _keep_time(self) -> None:
-        while self._term is None:
-            await self._changed.wait()
+        await self._has_term.wait()
         beat_at = self.clock()
         while True:
             now = self.clock()

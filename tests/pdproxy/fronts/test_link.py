@@ -293,6 +293,17 @@ async def test_goodbye_ends_the_session_at_once_after_all_that_was_said() -> Non
         assert not leader.server.peers
 
 
+@pytest.mark.timeout(20)
+async def test_a_front_that_never_heard_of_a_leader_ends() -> None:
+    """The process that started it went before it had told of anybody."""
+    front = Front()
+    running = asyncio.create_task(front.link.run())
+    await asyncio.sleep(0)
+    front.link.follow(None)
+    front.link.say_goodbye()
+    await running
+
+
 async def test_a_server_that_closes_tells_all_sessions_once() -> None:
     async with linked() as (front, leader, _):
         leader.server.close()
