@@ -43,8 +43,8 @@ Send = Callable[[Any], None]
 class Held:
     """`Held` is what an attempt holds and uses that was granted: as much as a leader must know that has not granted it.
 
-    Mutable state: the lease, if there is one; the term in which a leader has heard of it; for which of its two places
-    it still has a use; the errand that frees its pages if this front ends; how it was abandoned, and when.
+    Mutable state: the lease, if there is one; for which of its two places it still has a use; the errand that frees its
+    pages if this front ends; how it was abandoned, and when.
     """
 
     __slots__ = (
@@ -55,17 +55,15 @@ class Held:
         "model",
         "owner",
         "peer",
-        "term",
         "uses_owner",
         "uses_peer",
     )
 
-    def __init__(self, model: str | None, owner: Any, peer: Any, lease: Lease | None, term: int | None) -> None:
+    def __init__(self, model: str | None, owner: Any, peer: Any, lease: Lease | None) -> None:
         self.model = model
         self.owner = owner
         self.peer = peer
         self.lease = lease
-        self.term = term
         self.uses_owner = self.uses_peer = True
         self.guard: messages.Errand | None = None
         self.abandoned: messages.Abandon | None = None
@@ -228,7 +226,7 @@ class FrontAdmission(Admission):
             account = owner.account
             assert account is not None
             lease = account.issue(attempt, pages, self._clock())
-        self._held[attempt] = Held(demand.model, owner, peer, lease, self.term)
+        self._held[attempt] = Held(demand.model, owner, peer, lease)
         waiter = self._waiters.pop(demand)
         waiter.grant = grant = Grant(demand, owner, peer, () if lease is None else (lease,))
         note_bound(grant)
@@ -301,7 +299,6 @@ class FrontAdmission(Admission):
             messages.Claim(
                 attempt,
                 held.model,
-                held.term,
                 held.owner.number,
                 held.peer.number,
                 held.uses_owner,
@@ -312,7 +309,6 @@ class FrontAdmission(Admission):
                 held.guard,
             )
         )
-        held.term = self.term
         if lease is not None and abandoned is not None:
             passed_s = now - held.abandoned_at
             abandoned.not_before_s = max(0.0, abandoned.not_before_s - passed_s)
@@ -374,8 +370,11 @@ class FrontAdmission(Admission):
         custody = lease.custody
         super().abandon(lease, way)
         held = self._held.get(lease.attempt)
-        is_unknown = held is not None and 0 in (held.owner.number, held.peer.number)
-        if self._patience_s is None if not self._is_known else is_unknown:
+        if self._is_known:
+            is_told = held is None or 0 not in (held.owner.number, held.peer.number)
+        else:
+            is_told = self._patience_s is not None  # then the next leader is
+        if not is_told:
             self._hand_over(lease)  # nobody can do anything about what lies there
             return
         message = messages.Abandon(

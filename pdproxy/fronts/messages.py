@@ -179,8 +179,6 @@ class Claim(_Message, tag=18):
 
     attempt: str
     model: str | None
-    term: int | None
-    """The term in which it was bound, or claimed last."""
     owner: int
     peer: int
     uses_owner: bool

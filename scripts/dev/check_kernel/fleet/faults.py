@@ -171,15 +171,6 @@ def _claims_live(original: Original) -> Original:
     return claim
 
 
-def _ignores_settled(original: Original) -> Original:
-    def settled(self: FrontAdmission, attempt: str, evidence: Evidence) -> None:
-        held = self._held.get(attempt)
-        if held is not None and held.abandoned is not None:
-            original(self, attempt, evidence)
-
-    return settled
-
-
 def _asks_as_new(original: Original) -> Original:
     def ask(self: FrontAdmission, demand: Any, now: float, *, is_again: bool) -> None:
         age, demand.age = demand.age, now if is_again else demand.age
@@ -253,18 +244,11 @@ FAULTS = (
     Fault("abandoned attempts are not claimed", ORPHAN, (_of(FrontAdmission, "_claim", _claims_none_abandoned),)),
     Fault("abandoned attempts are claimed as live", ORPHAN, (_of(FrontAdmission, "_claim", _claims_live),), seed=6),
     Fault("early claims are forgotten", ORPHAN, (_of(Session, "owner_heard", _claim_forgets_early),)),
-    Fault(
-        "pages that the reaper has stay with their front",
-        GONE,
-        (_of(FrontAdmission, "settled", _ignores_settled),),
-        seed=91,
-    ),
     Fault("those who wait lose their turn", PLAN, (_of(FrontAdmission, "_ask", _asks_as_new),)),
     Fault("a late leader is not asked", PLAN, (_of(FrontAdmission, "_ask", _asks_nobody_who_is_late),), seed=24),
     Fault("a Free is lost", ORPHAN, (_of(Session, "__init__", _deaf_to(messages.Free)),)),
     Fault("an Unbound is lost", ORPHAN, (_of(Session, "__init__", _deaf_to(messages.Unbound)),)),
     Fault("an Abandon is lost", ORPHAN, (_of(Session, "__init__", _deaf_to(messages.Abandon)),), seed=6),
-    Fault("a Claim is lost", ORPHAN, (_of(Session, "__init__", _deaf_to(messages.Claim)),)),
     Fault("an Ask is heard twice", PLAN, (_of(Session, "__init__", _hears_twice(messages.Ask)),)),
     Fault("a Claim is heard twice", ORPHAN, (_of(Session, "__init__", _hears_twice(messages.Claim)),), seed=16),
 )

@@ -333,6 +333,7 @@ class Front:
             messages.State: self.mirror.state,
             messages.Tokenizer: self.mirror.tokenizer,
             messages.Granted: self.mirror.granted,
+            messages.Scarce: lambda message: self.admission.scarce(),
             messages.Refused: lambda message: self.admission.refused(message.attempt, refused_by(message)),
             messages.Settled: lambda message: self.admission.settled(message.attempt, Evidence(message.evidence)),
         }
