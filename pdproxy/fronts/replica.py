@@ -34,7 +34,7 @@ from pdproxy.errors import ConfigError, StoreUnavailable
 from pdproxy.fleet.pool import Pool
 from pdproxy.fronts import messages
 from pdproxy.fronts.forward import Forward
-from pdproxy.fronts.front import replica_tls
+from pdproxy.fronts.front import ELSEWHERE, replica_tls
 from pdproxy.fronts.handshake import Lead, Peer
 from pdproxy.fronts.hub import Hub
 from pdproxy.fronts.link_server import LinkServer
@@ -95,7 +95,7 @@ class Term:
             operators=replica.operators,
             tls=replica.tls[0],
         )
-        self._place = Lead(leader.term, leader.address, secret, ttl_s).place
+        self._place = replica.place
 
     def may_grant(self) -> bool:
         """Tells whether this replica leads in this term at this moment."""
@@ -145,8 +145,11 @@ class Replica:
         ttl_s = part_s(settings)
         self._store: Store = open_store(settings.coordinator, settings.fleet_name, timeout_s=ttl_s / PARTS)
         self._held = _hold_place(settings)
-        host, port = self._held.getsockname()[:2]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.place: tuple[str, int] = self._held.getsockname()[:2]
+        """The address on which this replica listens while it leads."""
+        host, port = self.place
+        self._own_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = settings.replica_advertise or self._own_address
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self._election = Election(
             self._store,
@@ -315,10 +318,12 @@ class Replica:
 
     def _tell(self, leader: Leader) -> None:
         ttl_s = part_s(self.settings)
+        is_own = leader.address == self.address
         if self.workers is not None:
-            self.workers.follow(messages.Lead(leader.term, leader.address, self._secret, ttl_s))
+            # What is advertised may lead back to this machine for others only.
+            address = self._own_address if is_own else leader.address
+            self.workers.follow(messages.Lead(leader.term, address, self._secret, ttl_s))
         if self._tunnel is not None:
-            is_own = leader.address == self.address
             self._tunnel.follow(None if is_own else Lead(leader.term, leader.address, self._secret, ttl_s))
 
 
@@ -346,7 +351,7 @@ class ReplicaServer(FrontsServer):
     def _make_workers(self, operators: str) -> Workers:
         replica = self._replica
         replica.operators = operators
-        replica.elsewhere_at = str(Path(operators).with_name("elsewhere"))
+        replica.elsewhere_at = str(Path(operators).with_name(ELSEWHERE))
         workers = Workers(replica.settings, replica.elsewhere, self._ends, operators, replica=replica.name)
         replica.elsewhere.workers = workers.status
         replica.elsewhere.refresh = workers.refresh
