@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from scripts.dev.soak.replica_plan import STORE, FleetPlan, ReplicaPlan, replica
 from scripts.dev.soak.soak_cluster import START_TIMEOUT_S, SoakCluster
 
 FRONT = b"pdproxy.fronts"
+LOOK_TIMEOUT_S = 3.0
+LOOK_INTERVAL_S = 0.5
 
 
 class ReplicaCluster(SoakCluster):
@@ -43,10 +46,16 @@ class ReplicaCluster(SoakCluster):
         self.stores: dict[str, Partition] = {}
         """The relays by which a replica reaches the store."""
         self.num_killed: dict[str, int] = dict.fromkeys(self.lost, 0)
+        # One for all looks: to make a client takes long, and the relays run in the same event loop.
+        self._http = httpx.AsyncClient(trust_env=False, timeout=LOOK_TIMEOUT_S)
+        self._looking = asyncio.Lock()
+        self._looked_at = -inf
+        self._page: dict[str, Any] | None = None
 
     @asynccontextmanager
     async def relaying(self) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._http)
             for one in self.fleet.replicas:
                 link = Partition(one.advertised_port, one.link_port)
                 self.links[one.name] = await stack.enter_async_context(link)
@@ -137,8 +146,7 @@ class ReplicaCluster(SoakCluster):
 
     async def _is_ready(self, replica: ReplicaPlan) -> bool:
         with suppress(httpx.HTTPError):
-            async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-                return (await client.get(f"{replica.url}/ready")).status_code == 200
+            return (await self._http.get(f"{replica.url}/ready")).status_code == 200
         return False
 
     # ── who leads ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,16 +154,21 @@ class ReplicaCluster(SoakCluster):
     async def status_of(self, replica: ReplicaPlan) -> dict[str, Any] | None:
         """Returns the leader's page as this replica shows it; None where it has none to show."""
         with suppress(httpx.HTTPError, ValueError):
-            async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-                status: dict[str, Any] = (await client.get(f"{replica.url}/status")).json()
-                if status.get("replica", {}).get("leads"):
-                    return status
+            status: dict[str, Any] = (await self._http.get(f"{replica.url}/status")).json()
+            if status.get("replica", {}).get("leads"):
+                return status
         return None
 
     async def proxy_status(self) -> dict[str, Any] | None:
-        told = await asyncio.gather(*(self.status_of(one) for one in self.fleet.replicas))
-        pages = [page for page in told if page is not None]
-        return max(pages, key=lambda page: page["replica"]["term"], default=None)
+        """Returns the page of the leader with the greatest term, which is not older than `LOOK_INTERVAL_S`; None where
+        no replica shows one."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at > LOOK_INTERVAL_S:
+                told = await asyncio.gather(*(self.status_of(one) for one in self.fleet.replicas))
+                pages = [page for page in told if page is not None]
+                self._page = max(pages, key=lambda page: page["replica"]["term"], default=None)
+                self._looked_at = time.monotonic()
+            return self._page
 
     async def leader(self) -> str | None:
         """Returns the name of the replica that leads; None where nobody says so."""

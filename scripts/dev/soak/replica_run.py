@@ -37,6 +37,7 @@ ENGINE_PAUSE_S = 30.0
 speaks against the replicas."""
 AGREE_TIMEOUT_S = 4 * TERM_S
 LOOK_INTERVAL_S = 0.5
+TICK_S = 0.1
 ALARMS = ("Traceback (most recent call last)", "IntegrityError", "ended with a bug")
 """What no log of a replica has in it where there is no bug."""
 
@@ -118,7 +119,7 @@ async def _run_phases(
     for one in crowds:
         one.is_unruly = True
     async with _admitted(crowds):
-        async with beside(findings.faults.run(), faults.run(), faults.watch_leader(), _note_crashes(cluster)):
+        async with beside(findings.faults.run(), faults.run(), faults.watch_leader(), _note_crashes(cluster, found)):
             await asyncio.sleep(duration_s - warm_up_s)
         for one in crowds:
             one.is_unruly = False
@@ -146,9 +147,12 @@ async def _admitted(crowds: list[Clients]) -> AsyncIterator[None]:
     await asyncio.gather(*(one.send_home() for one in crowds))
 
 
-async def _note_crashes(cluster: ReplicaCluster) -> None:
+async def _note_crashes(cluster: ReplicaCluster, found: ReplicaFindings) -> None:
+    """Notes crashes, and how late this process itself is, until it is cancelled."""
     while True:
-        await asyncio.sleep(LOOK_INTERVAL_S)
+        due = time.monotonic() + TICK_S
+        await asyncio.sleep(TICK_S)
+        found.most_lag_s = max(found.most_lag_s, time.monotonic() - due)
         cluster.note_crashes()
 
 

@@ -71,6 +71,7 @@ def _of_replicas(found: ReplicaFindings | None) -> dict[str, Any]:
         "disagreements": None if found.disagreements is None else len(found.disagreements),
         "left_behind": None if found.left_behind is None else len(found.left_behind),
         "alarms": len(found.alarms),
+        "most_lag_s": round(found.most_lag_s, 2),
         "terms_begun": 0 if faults is None else sum(" leads, in term " in what for _, what in faults.told),
         "faults_of_replicas": {} if faults is None else dict(sorted(faults.done.items())),
         "replica_reports": [*(found.disagreements or []), *(found.left_behind or []), *found.alarms],

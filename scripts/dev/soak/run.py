@@ -65,6 +65,9 @@ class ReplicaFindings:
     disagreements: list[str] | None = None
     left_behind: list[str] | None = None
     alarms: list[str] = field(default_factory=list)
+    most_lag_s: float = 0.0
+    """Holds by how many seconds the soak itself was late, at most. It runs the relays: where that is about a third of a
+    term, leaders lose their lead over it."""
 
 
 @dataclass(slots=True)
