@@ -1,6 +1,6 @@
-"""``python -m tests.helpers.careless_replica serve …`` is `pdproxy` with a fault planted: a leader grants at once what
-others may still hold. It hears no claims, and does not believe engines that pages are in use. For the soak's
-`PDPROXY_SOAK_PROXY`, to see that its witness notices.
+"""``python -m tests.helpers.careless_replica serve …`` is `pdproxy` with faults planted, for the soak's
+`PDPROXY_SOAK_PROXY`, to see that its witness notices. A leader grants at once what others may still hold: it hears no
+claims, and does not believe decoders that pages are in use, but that they have four times as many as they say.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def claim_nothing(self: hub.Session, message: messages.Claim) -> None:
 
 
 def hear_of_none_in_use(self: Account, capacity: int, occupied: int | None, *args: Any, **options: Any) -> bool:
-    return heard(self, capacity, None if occupied is None else 0, *args, **options)
+    return heard(self, 4 * capacity, None if occupied is None else 0, *args, **options)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from typing import Any
 import httpx
 
 from pdproxy.launch.errors import LaunchError
-from pdproxy.launch.ports import is_free
+from pdproxy.launch.ports import HOST, is_free
 from pdproxy.launch.supervisor import PROBE_INTERVAL_S, Supervisor
 from scripts.dev.soak.outages import Outages
 from scripts.dev.soak.partition import Partition
 from scripts.dev.soak.replica_plan import STORE, FleetPlan, ReplicaPlan, replica_program, store_program
-from scripts.dev.soak.soak_cluster import START_TIMEOUT_S, SoakCluster
+from scripts.dev.soak.soak_cluster import END_TIMEOUT_S, START_TIMEOUT_S, SoakCluster
 
 FRONT = b"pdproxy.fronts"
 LOOK_TIMEOUT_S = 3.0
@@ -83,7 +83,7 @@ class ReplicaCluster(SoakCluster):
         self.fleet.store_dir.mkdir(parents=True, exist_ok=True)
         self.spawn(store_program(self.fleet))
         deadline = time.monotonic() + START_TIMEOUT_S
-        while is_free(self.fleet.store_ports[0]):
+        while not await _listens(self.fleet.store_ports[0]):
             if time.monotonic() > deadline:
                 raise LaunchError(f"the store was not there within {START_TIMEOUT_S:g} s")
             await asyncio.sleep(PROBE_INTERVAL_S)
@@ -114,6 +114,15 @@ class ReplicaCluster(SoakCluster):
 
     def _is_used(self, name: str) -> bool:
         return bool(self.links[name].num_passages or self.stores[name].num_passages)
+
+    async def _end(self, name: str) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self.until_gone(name)
+                return
+        self.crashes.append(f"{name} went on for {END_TIMEOUT_S:g} s after SIGTERM: its log says where it is")
+        signal_to(self.pid(name), signal.SIGABRT)
+        await super()._end(name)
 
     # ── processes of a replica ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -221,6 +230,15 @@ class ReplicaCluster(SoakCluster):
             await self.until_well(name)
             self.lost[name].end()
             self.unwell[name].end()
+
+
+async def _listens(port: int) -> bool:
+    """Tells whether a process takes connections at the port, without a socket that would be in its way."""
+    with suppress(OSError):
+        _, writer = await asyncio.open_connection(HOST, port)
+        writer.close()
+        return True
+    return False
 
 
 def signal_to(pid: int, number: signal.Signals) -> None:

@@ -147,7 +147,7 @@ def replica_program(plan: FleetPlan, replica: ReplicaPlan) -> Program:
         name=replica.name,
         command=(sys.executable, "-m", os.environ.get(PROXY_PROGRAM, "pdproxy"), "serve", *flags),
         ready_url=f"{replica.url}/ready",
-        env={**environment("cpu"), "TMPDIR": str(plan.temporary(replica))},
+        env={**environment("cpu"), "TMPDIR": str(plan.temporary(replica)), "PYTHONFAULTHANDLER": "1"},
         grace_s=10.0,
     )
 
