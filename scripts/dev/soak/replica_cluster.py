@@ -121,6 +121,8 @@ class ReplicaCluster(SoakCluster):
                 await self.until_gone(name)
                 return
         self.crashes.append(f"{name} went on for {END_TIMEOUT_S:g} s after SIGTERM: its log says where it is")
+        signal_to(self.pid(name), signal.SIGUSR1)  # for its tasks, and then for its threads
+        await asyncio.sleep(1)
         signal_to(self.pid(name), signal.SIGABRT)
         await super()._end(name)
 
