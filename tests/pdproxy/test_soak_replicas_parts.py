@@ -291,7 +291,8 @@ async def test_a_client_that_hears_nothing_counts_as_hung() -> None:
     async with await asyncio.start_server(say_nothing, HOST, 0) as server:
         url = f"http://{HOST}:{server.sockets[0].getsockname()[1]}"
         clients = Clients(url, [QUESTION], 1, 1, counters, Outages(), limit_s=0.1)
-        await clients.everything_once()
+        async with asyncio.timeout(2):
+            await clients.everything_once()
         await clients.send_home()
     assert counters.verdicts == {Verdict.HUNG: 1}
 
