@@ -18,7 +18,7 @@ from scripts.dev.soak.replica_cluster import ReplicaCluster, signal_to
 from scripts.dev.soak.replica_plan import STORE, TERM_S
 
 MIN_S, MAX_S = 0.5, 2 * TERM_S
-"""How long a fault lasts at least and at most, in seconds."""
+"""The seconds that a fault lasts at least and at most."""
 MAX_PAUSE_S = TERM_S
 STORE_PAUSE_S = 12 * TERM_S
 """The most seconds until the store has its next fault: without a store there is no leader that anything could be done
@@ -47,11 +47,11 @@ class StoreFault(StrEnum):
 
 class WayFault(StrEnum):
     STORE = "way to the store"
-    """Between one replica and the store."""
+    """The way between one replica and the store."""
     LEADER = "way to the leader"
-    """Between the fronts of one replica and the leader."""
+    """The way between the fronts of one replica and the leader."""
     ALL_TO_LEADER = "all ways to the leader"
-    """Between the leader and all others; the store is with the others."""
+    """The ways between the leader and all others; the store is with the others."""
 
 
 TROUBLES = list(Trouble)

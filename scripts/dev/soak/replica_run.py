@@ -39,7 +39,7 @@ AGREE_TIMEOUT_S = 4 * TERM_S
 LOOK_INTERVAL_S = 0.5
 TICK_S = 0.1
 ALARMS = ("Traceback (most recent call last)", "IntegrityError", "ended with a bug")
-"""What no log of a replica has in it where there is no bug."""
+"""The words that no log of a replica has in it where there is no bug."""
 
 
 async def soak_replicas(
