@@ -101,6 +101,12 @@ class Settings(BaseSettings):
         None, "Address at which other replicas reach this one; default: the one that this machine has towards the store"
     )
     replica_port: Port = setting(0, "Port at which other replicas reach this one; 0 takes a free one")
+    replica_advertise: str | None = setting(
+        None,
+        "HOST:PORT at which other replicas reach this one where it is not the address on which it listens: behind NAT, "
+        "or in a container",
+        pattern=r"^(\[[0-9A-Fa-f:.]+\]|[\w.-]+):[1-9]\d{0,4}$",
+    )
     replica_certfile: Path | None = setting(None, "Certificate (PEM) that this replica shows to others: encrypt")
     replica_keyfile: Path | None = setting(None, "Private key of that certificate")
     replica_cafile: Path | None = setting(None, "Certificates (PEM) of which one must have signed the others'")

@@ -68,6 +68,9 @@ from transfer.wire import decode_signal
 
 log = logging.getLogger(__name__)
 
+ELSEWHERE = "elsewhere"
+"""The name of the socket, beside the leader's own, by which a replica reaches the pages of another."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
@@ -326,7 +329,8 @@ class _End:
                 log.warning("the parent has gone (%s): this front ends when its requests have ended", why)
                 server.should_exit = True
                 with suppress(OSError):  # another front was faster
-                    self._operators.unlink()
+                    self._operators.unlink(missing_ok=True)
+                    self._operators.with_name(ELSEWHERE).unlink(missing_ok=True)
                     self._operators.parent.rmdir()
 
     def retire(self) -> None:

@@ -35,7 +35,7 @@ from pdproxy.errors import ConfigError, StoreUnavailable
 from pdproxy.fleet.pool import Pool
 from pdproxy.fronts import messages
 from pdproxy.fronts.forward import Forward
-from pdproxy.fronts.front import replica_tls
+from pdproxy.fronts.front import ELSEWHERE, replica_tls
 from pdproxy.fronts.handshake import Lead, Peer
 from pdproxy.fronts.hub import Hub
 from pdproxy.fronts.link_server import LinkServer
@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 PARTS = 3
 """A term's time has three equal parts: until a leader that was lost is known to be, until it has certainly stopped, and
 until the fronts that it answered for have."""
+END_S = 10.0
+"""The longest time in seconds that a term may take to end, before the lead is given to others."""
 EARLY_S = 0.01
 """Seconds by which a timer may come too early."""
 LOOPBACK = "127.0.0.1"
@@ -116,7 +118,7 @@ class Term:
             operators=replica.operators,
             tls=replica.tls[0],
         )
-        self._place = Lead(leader.term, leader.address, secret, ttl_s).place
+        self._place = replica.place
 
     def may_grant(self) -> bool:
         """Tells whether this replica leads in this term at this moment."""
@@ -165,8 +167,11 @@ class Replica:
         ttl_s = part_s(settings)
         self._store: Store = open_store(settings.coordinator, settings.fleet_name, timeout_s=ttl_s / PARTS)
         self._held = _hold_place(settings)
-        host, port = self._held.getsockname()[:2]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.place: tuple[str, int] = self._held.getsockname()[:2]
+        """The address on which this replica listens while it leads."""
+        host, port = self.place
+        self._own_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = settings.replica_advertise or self._own_address
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self._election = Election(
             self._store,
@@ -265,7 +270,7 @@ class Replica:
             self._election.is_candidate = False
             if self._running is not None:  # which settles what requests have left behind, and ends
                 self._running.cancel()
-                await asyncio.wait([self._running])
+                await asyncio.wait([self._running], timeout=END_S)
             await self._election.resign()
             tasks.cancel_scope.cancel()
         await self._store.aclose()
@@ -386,10 +391,12 @@ class Replica:
 
     def _tell(self, leader: Leader) -> None:
         ttl_s = part_s(self.settings)
+        is_own = leader.address == self.address
         if self.workers is not None:
-            self.workers.follow(messages.Lead(leader.term, leader.address, self._secret, ttl_s))
+            # What is advertised may lead back to this machine for others only.
+            address = self._own_address if is_own else leader.address
+            self.workers.follow(messages.Lead(leader.term, address, self._secret, ttl_s))
         if self._tunnel is not None:
-            is_own = leader.address == self.address
             self._tunnel.follow(None if is_own else Lead(leader.term, leader.address, self._secret, ttl_s))
 
 
@@ -417,7 +424,7 @@ class ReplicaServer(FrontsServer):
     def _make_workers(self, operators: str) -> Workers:
         replica = self._replica
         replica.operators = operators
-        replica.elsewhere_at = str(Path(operators).with_name("elsewhere"))
+        replica.elsewhere_at = str(Path(operators).with_name(ELSEWHERE))
         workers = Workers(replica.settings, replica.elsewhere, self._ends, operators, replica=replica.name)
         replica.elsewhere.workers = workers.status
         replica.elsewhere.refresh = workers.refresh

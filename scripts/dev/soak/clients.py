@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -12,11 +13,11 @@ import msgspec
 
 from scripts.dev.common.events import data_in
 from scripts.dev.soak.counters import Counters
-from scripts.dev.soak.outages import Outages
+from scripts.dev.soak.outages import Excuses, Outages
 from scripts.dev.soak.plan import CLIENT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from scripts.dev.soak.questions import Question
 from scripts.dev.soak.reply import Reply
-from scripts.dev.soak.verdict import Verdict, judge, what_is_wrong_so_far
+from scripts.dev.soak.verdict import Verdict, judge, what_is_wrong_so_far, what_is_wrong_with_an_error
 
 MEAN_PAUSE_S = 0.3
 MIN_LEAVE_S, MAX_LEAVE_S = 0.001, 6.0
@@ -66,9 +67,18 @@ class Clients:
         seed: int,
         counters: Counters,
         outages: Outages,
+        *,
+        excuses: Excuses | None = None,
+        limit_s: float = CLIENT_TIMEOUT_S,
+        refusal_limit_s: float = CLIENT_TIMEOUT_S,
     ) -> None:
+        """Makes the clients. With `excuses` an error for which there is none is wrong, but for a refusal in
+        `refusal_limit_s`. A request without an end after `limit_s` counts as hung."""
         self.is_unruly = False
         self._outages = outages
+        self._excuses = excuses
+        self._limit_s = limit_s
+        self._refusal_limit_s = refusal_limit_s
         self._questions = questions
         self._num_clients = num_clients
         self._seed = seed
@@ -165,9 +175,10 @@ class Clients:
 
     async def _judge(self, visit: _Visit) -> tuple[Verdict, str, str]:
         """Asks, and returns the verdict, why, and the path of the answer."""
-        reply, mark = Reply(), self._outages.mark()
+        reply, mark, began = Reply(), self._outages.mark(), time.monotonic()
+        excuse = None if self._excuses is None else self._excuses.mark()
         try:
-            async with asyncio.timeout(visit.leave_after_s or CLIENT_TIMEOUT_S):
+            async with asyncio.timeout(visit.leave_after_s or self._limit_s):
                 await self._ask(visit, reply)
         except _LeftError:
             return Verdict.LEFT, "", ""
@@ -180,12 +191,20 @@ class Clients:
                 wrong = what_is_wrong_so_far(visit.question, reply)
                 return (Verdict.WRONG, wrong, "") if wrong else (Verdict.PROXY_KILLED, type(error).__name__, "")
             return Verdict.WRONG, f"the reply broke: {error!r}", ""
-        return *judge(visit.question, visit.n, reply), reply.path
+        verdict, why = judge(visit.question, visit.n, reply)
+        took_s = time.monotonic() - began
+        self._counters.timed(why if verdict is Verdict.TYPED_ERROR else verdict, took_s)
+        if verdict is Verdict.TYPED_ERROR and reply.status != 400 and self._excuses is not None:
+            assert excuse is not None
+            if not self._excuses.hold(excuse):
+                wrong = what_is_wrong_with_an_error(reply, took_s, limit_s=self._refusal_limit_s)
+                verdict, why = (Verdict.WRONG, wrong) if wrong else (verdict, why)
+        return verdict, why, reply.path
 
     def _how_it_hung(self, reply: Reply, mark: int) -> str:
         came = f"{reply.num_events} events came" if reply.status else "no answer began"
         killed = f"the proxy was killed {self._outages.num_begun - mark} times meanwhile"
-        return f"no end after {CLIENT_TIMEOUT_S:g} s (the proxy's limit: {REQUEST_TIMEOUT_S:g} s); {came}, {killed}"
+        return f"no end after {self._limit_s:g} s (the proxy's limit: {REQUEST_TIMEOUT_S:g} s); {came}, {killed}"
 
     async def _ask(self, visit: _Visit, reply: Reply) -> None:
         """Asks, and feeds the answer to `reply` as it comes."""
@@ -194,6 +213,7 @@ class Clients:
         async with self._http.stream("POST", visit.question.path, content=content, headers=headers) as response:
             reply.path = response.headers.get("x-pdproxy-path", "").partition(";")[0]
             reply.status = response.status_code
+            reply.retry_after = response.headers.get("retry-after")
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 reply.feed_body(await response.aread())
                 return

@@ -24,8 +24,10 @@ from scripts.dev.soak.pressure import (
     press,
     pressure_problems,
 )
+from scripts.dev.soak.replica_plan import StoreKind
+from scripts.dev.soak.replica_run import soak_replicas
 from scripts.dev.soak.report import is_clean, make_report, make_table, problems
-from scripts.dev.soak.run import Findings, SoakOptions, soak
+from scripts.dev.soak.run import Findings, ReplicaFindings, SoakOptions, soak
 from transfer.command_line.commands import Command
 from transfer.command_line.json_file import write_json
 
@@ -47,6 +49,10 @@ def main(
     pressure: Annotated[
         bool, option(None, "Instead: use up the proxy's descriptors, memory, event loop and log", "--pressure")
     ] = False,
+    proxies: Annotated[int, option("N", "Number of replicas of the proxy, which agree through --store", min=1)] = 1,
+    store: Annotated[
+        StoreKind | None, option("KIND", "Store that 2 replicas or more agree through: redis or etcd [default: redis]")
+    ] = None,
     prefillers: Annotated[int, option("N", "Number of prefillers", group=FLEET, min=1)] = 3,
     decoders: Annotated[int, option("N", "Number of decoders; the first has a tiny PD buffer", min=1)] = 3,
     model: Annotated[Path | None, option("FOLDER", "Model folder [default: a tiny random model]")] = None,
@@ -60,11 +66,18 @@ def main(
     proxy was killed under it; nothing may be held; and no decoder may ever have let an attempt wait for pages that the
     proxy had promised to it.
 
+    With --proxies N: N replicas of the proxy and a real store. Processes of replicas are killed and frozen, the store
+    is restarted, with its data and without, and connections between all of them break or fall silent, one way or both.
+    Whoever has a replica and engines that are well must then get an answer, or be told in time when to come again. At
+    the end all replicas must agree who leads. --kill-proxy-every means nothing there.
+
     With --pressure: ordinary clients, first alone and then beside clients and engines that use up whatever can run out.
     They must not notice, no engine that is well may be judged down, and afterwards everything must be as it was.
     """
     if pressure:
         raise typer.Exit(_press(minutes * 60, seed_of(seed), json_file))
+    if store is not None and proxies < 2:
+        raise typer.BadParameter("a store is for two replicas or more: give --proxies N", param_hint="--store")
     options = SoakOptions(
         duration_s=minutes * 60,
         seed=seed_of(seed),
@@ -79,6 +92,8 @@ def main(
     with work_folder("pdproxy-soak-") as work_dir:
         logs = log_dir or work_dir / "logs"
         findings = Findings(options)
+        if proxies > 1:
+            findings.replicas = ReplicaFindings(proxies, store or StoreKind.REDIS)
         status = exit_status(_supervise(findings, work_dir, logs, console), console, httpx.HTTPError)
         is_found = _tell(findings, is_complete=status == 0, json_file=json_file, console=console)
         if log_dir is None and is_found:
@@ -111,7 +126,10 @@ def _press(duration_s: float, seed: int, json_file: Path | None) -> int:
 async def _supervise(findings: Findings, work_dir: Path, logs: Path, console: Console) -> None:
     with FileLog(logs, ()) as log:
         async with Supervisor(log, grace_s=GRACE_S) as supervisor:
-            await soak(supervisor, findings, work_dir, console)
+            if findings.replicas is None:
+                await soak(supervisor, findings, work_dir, console)
+            else:
+                await soak_replicas(supervisor, findings, work_dir, logs, console)
 
 
 def _tell(findings: Findings, *, is_complete: bool, json_file: Path | None, console: Console) -> bool:

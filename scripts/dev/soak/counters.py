@@ -26,10 +26,16 @@ class Counters:
     paths: Counter[str] = field(default_factory=Counter)
     """Holds the completed answers by the way they came."""
     failures: list[str] = field(default_factory=list)
+    slowest_s: dict[str, float] = field(default_factory=dict)
+    """Holds the most seconds that a request took, by how it ended: its status and code."""
 
     @property
     def num_requests(self) -> int:
         return self.verdicts.total()
+
+    def timed(self, kind: str, took_s: float) -> None:
+        """Notes how long a request took that ended so."""
+        self.slowest_s[kind] = max(self.slowest_s.get(kind, 0.0), round(took_s, 1))
 
     def count(self, verdict: Verdict, why: str = "", *, path: str = "") -> None:
         """Counts one request that has ended."""

@@ -11,6 +11,7 @@ from collections import Counter
 from enum import StrEnum
 
 from pdproxy.config.values import Role
+from scripts.dev.soak.outages import Outages
 from scripts.dev.soak.plan import FREEZE_LIMIT_S
 from scripts.dev.soak.soak_cluster import SoakCluster
 
@@ -42,10 +43,21 @@ class Faults:
     how many seconds it took, at most, until the proxy gave requests again to an engine that answered.
     """
 
-    def __init__(self, cluster: SoakCluster, seed: int, *, kill_proxy_every_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        cluster: SoakCluster,
+        seed: int,
+        *,
+        kill_proxy_every_s: float = 0.0,
+        max_pause_s: float = MAX_PAUSE_S,
+        unwell: Outages | None = None,
+    ) -> None:
         """Makes the faults. `kill_proxy_every_s` is the mean time from the proxy's start to its being killed; 0: it is
-        left alone."""
+        left alone. `max_pause_s` is the most time between two faults of one role's engines. `unwell` is told when any
+        engine has a fault."""
         self.done: Counter[str] = Counter()
+        self._max_pause_s = max_pause_s
+        self._unwell = unwell or Outages()
         self.slowest_return_s = 0.0
         self._cluster = cluster
         self._seed = seed
@@ -63,14 +75,17 @@ class Faults:
 
     async def _torment(self, role: Role, dice: random.Random) -> None:
         while True:
-            await asyncio.sleep(dice.uniform(0, MAX_PAUSE_S))
+            await asyncio.sleep(dice.uniform(0, self._max_pause_s))
             name = dice.choice([n for n in self._cluster.plan.of_role(role) if n not in self._afflicted])
             self._afflicted.add(name)
+            self._unwell.begin()
             fault = dice.choices(list(ODDS), list(ODDS.values()))[0]
             self.done[f"{role} {fault}"] += 1
             await self._inflict(fault, name, dice)
             self.slowest_return_s = max(self.slowest_return_s, await self._cluster.until_serving(name))
             self._afflicted.discard(name)
+            if not self._afflicted:
+                self._unwell.end()
 
     async def _kill_proxies(self, dice: random.Random) -> None:
         while True:

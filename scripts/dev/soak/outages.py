@@ -42,3 +42,19 @@ class Outages:
         """Tells whether a connection in use since `mark` may have been lost by an outage: the proxy is down or was
         meanwhile."""
         return self.is_down or self.num_begun != mark
+
+
+class Excuses:
+    """Excuses tells whether something of a client's request was killed or frozen while it ran: its replica, or an
+    engine."""
+
+    def __init__(self, replica: Outages, engines: Outages) -> None:
+        self._all = (replica, engines)
+
+    def mark(self) -> tuple[int, ...]:
+        """Returns a mark to be kept from when a request is sent, for `hold`."""
+        return tuple(one.mark() for one in self._all)
+
+    def hold(self, mark: tuple[int, ...]) -> bool:
+        """Tells whether there is an excuse for what became of a request that was sent at `mark`."""
+        return any(one.excuse(at) for one, at in zip(self._all, mark, strict=True))

@@ -32,6 +32,8 @@ class Reply:
     """The HTTP status; 0 until the head of the answer has come."""
     path: str = ""
     """The proxy's word for the way that the request went."""
+    retry_after: str | None = None
+    """The header ``Retry-After`` as it came."""
     choices: dict[int, Said] = field(default_factory=dict)
     usage: Usage | None = None
     error: dict[str, Any] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.dev.soak.run import Findings
+from scripts.dev.soak.run import Findings, ReplicaFindings
 from scripts.dev.soak.verdict import Verdict
 from transfer.command_line.tables import Table
 
@@ -16,6 +16,9 @@ MUST_BE_ZERO = (
     "reservations_waited",
     "unserved_at_end",
     "crashes",
+    "disagreements",
+    "left_behind",
+    "alarms",
 )
 GROWTH_LIMITS = {"fd_growth": 8, "thread_growth": 4, "task_growth": 4}
 """The growth that is allowed: idle moments differ a little, because a probe is under way or is not. What leaks, leaks
@@ -54,7 +57,26 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
     ):
         is_known = before is not None and after is not None
         report[name] = round(getattr(after, attribute) - getattr(before, attribute), 1) if is_known else None
-    return report | _details(findings)
+    return report | _of_replicas(findings.replicas) | _details(findings)
+
+
+def _of_replicas(found: ReplicaFindings | None) -> dict[str, Any]:
+    """Returns what there is to tell of replicas: nothing where there is one proxy."""
+    if found is None:
+        return {}
+    faults = found.faults
+    return {
+        "proxies": found.num_replicas,
+        "store": found.store,
+        "disagreements": None if found.disagreements is None else len(found.disagreements),
+        "left_behind": None if found.left_behind is None else len(found.left_behind),
+        "alarms": len(found.alarms),
+        "most_lag_s": round(found.most_lag_s, 2),
+        "terms_begun": 0 if faults is None else sum(" leads, in term " in what for _, what in faults.told),
+        "faults_of_replicas": {} if faults is None else dict(sorted(faults.done.items())),
+        "replica_reports": [*(found.disagreements or []), *(found.left_behind or []), *found.alarms],
+        "time_line": [] if faults is None else [{"at_s": at_s, "what": what} for at_s, what in faults.told],
+    }
 
 
 def is_clean(report: dict[str, Any]) -> bool:
@@ -80,7 +102,7 @@ def make_table(report: dict[str, Any]) -> Table:
 
 def problems(report: dict[str, Any]) -> list[str]:
     """Returns the problems in words, one a line."""
-    found: list[str] = [*report["failures"], *report["crash_reports"]]
+    found: list[str] = [*report["failures"], *report["crash_reports"], *report.get("replica_reports", ())]
     if any(report[name] for name in ("held_at_end", "leaked_pages", "unserved_at_end")):
         found += report["still_held"]
     found += [
@@ -96,6 +118,7 @@ def _details(findings: Findings) -> dict[str, Any]:
         "paths": dict(sorted(counters.paths.items())),
         "errors": dict(counters.errors.most_common()),
         "lost_connections": dict(counters.lost.most_common()),
+        "slowest_s": dict(sorted(counters.slowest_s.items())),
         "slowest_return_s": None if faults is None else round(faults.slowest_return_s, 1),
         "overslept": findings.num_overslept,
         "faults": {} if faults is None else dict(sorted(faults.done.items())),

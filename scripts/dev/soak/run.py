@@ -24,6 +24,8 @@ from scripts.dev.soak.leak_check import LeakCheck, look, until_clear
 from scripts.dev.soak.plan import ENGINE_LEASE_S, REQUEST_TIMEOUT_S, Plan, make_plan, measure_page
 from scripts.dev.soak.questions import learn, make_questions
 from scripts.dev.soak.relay import SignalRelay
+from scripts.dev.soak.replica_faults import ReplicaFaults
+from scripts.dev.soak.replica_plan import StoreKind
 from scripts.dev.soak.soak_cluster import SoakCluster
 from scripts.dev.soak.witness import Witness
 
@@ -51,6 +53,24 @@ class SoakOptions:
 
 
 @dataclass(slots=True)
+class ReplicaFindings:
+    """ReplicaFindings is what a soak of several replicas has found besides the rest.
+
+    Mutable state: what is known so far; None for what has not been looked at.
+    """
+
+    num_replicas: int
+    store: StoreKind
+    faults: ReplicaFaults | None = None
+    disagreements: list[str] | None = None
+    left_behind: list[str] | None = None
+    alarms: list[str] = field(default_factory=list)
+    most_lag_s: float = 0.0
+    """Holds by how many seconds the soak itself was late, at most. It runs the relays: where that is about a third of a
+    term, leaders lose their lead over it."""
+
+
+@dataclass(slots=True)
 class Findings:
     """Findings is what a soak has found.
 
@@ -58,6 +78,8 @@ class Findings:
     """
 
     options: SoakOptions
+    replicas: ReplicaFindings | None = None
+    """Holds what was found of replicas; None where there is one proxy."""
     counters: Counters = field(default_factory=Counters)
     faults: Faults | None = None
     witness: Witness | None = None

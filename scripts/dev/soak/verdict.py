@@ -13,6 +13,9 @@ from scripts.dev.soak.reply import Reply, Said
 TYPED_STATUSES = frozenset({408, 429, 502, 503, 504})
 """The statuses with which a client may be refused when nothing is wrong with its request."""
 
+REFUSALS = frozenset({429, 503})
+"""The statuses with which a client may be refused when nothing is wrong with any engine."""
+
 
 class Verdict(StrEnum):
     COMPLETED = "completed"
@@ -31,6 +34,17 @@ def judge(question: Question, num_choices: int, reply: Reply) -> tuple[Verdict, 
         return _judge_error(question, reply, reply.error)
     wrong = _what_is_wrong(question, num_choices, reply)
     return (Verdict.WRONG, wrong) if wrong else (Verdict.COMPLETED, "")
+
+
+def what_is_wrong_with_an_error(reply: Reply, took_s: float, *, limit_s: float) -> str:
+    """Returns what is wrong with an error, which came after `took_s` seconds, where no engine and nothing of the
+    client's own proxy had a fault; empty: nothing. What began has to go on, and who is refused is told in time when to
+    come again."""
+    if reply.status not in REFUSALS:
+        return f"{reply.status} though neither an engine nor this proxy had a fault: {reply.error}"
+    if reply.retry_after is None:
+        return f"{reply.status} without Retry-After: {reply.error}"
+    return f"{reply.status} only after {took_s:.1f} s: {reply.error}" if took_s > limit_s else ""
 
 
 def what_is_wrong_so_far(question: Question, reply: Reply) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pdproxy.admission.account import Account
-from pdproxy.admission.custody import Custody, Evidence
+from pdproxy.admission.custody import Custody
 from pdproxy.fronts import messages
 from pdproxy.fronts.front_admission import FrontAdmission, Held
 from pdproxy.fronts.hub import Session
@@ -31,9 +31,7 @@ LOOKED = replace(HELD, prelude=HELD.prelude + ",look 2 d0,told 2 d0,send b1")
 HEARD_LATE = replace(HELD, prelude="ask b 2,settle,forget,elect,follow a,ask a 2,settle,tick,up 1,tick")
 LATE = replace(PLAN, prelude="ask b 2,settle,stop b,forget,elect,follow a,ask a 2,settle")
 ORPHAN = replace(PLAN, prelude="ask a 2,settle,send a1,arrive a1")
-GONE = replace(
-    PLAN, prelude="ask a 2,settle,send a1,arrive a1,ready a1,settle,stop a,tick,settle,tick,settle,tick,settle,go a"
-)
+
 
 Original = Callable[..., Any]
 
