@@ -16,7 +16,7 @@ from pdproxy.aio.deadline import Deadline
 from pdproxy.errors import StoreUnavailable
 
 UNREADABLE = "the host or its port cannot be read; write / # @ : in a password as %2F %23 %40 %3A"
-"""What is wrong with a URL, without a part of it: it may be the password's."""
+"""The text tells that a URL cannot be read, and has no part of it, which may be of the password."""
 MAX_TERM = 2**53 - 1
 """The greatest term. Redis counts in floating point, which is exact up to here."""
 

@@ -86,7 +86,7 @@ async def test_a_killed_replica_leaves_no_folder_when_its_fronts_have_ended(
     finally:
         child.kill()
         child.wait()
-    assert "the leader has gone" in (tmp_path / "log").read_text()
+    assert "the parent has gone" in (tmp_path / "log").read_text()
 
 
 async def answers(client: httpx.AsyncClient) -> bool:
