@@ -196,6 +196,7 @@ class Replica:
         self._secret = secrets.token_hex(32)
         self._complaint = ""
         self._is_news = asyncio.Event()
+        self._has_failed = asyncio.Event()
         self._tunnel: OperatorsTunnel | None = None
         self._forward: Forward | None = None
 
@@ -267,12 +268,11 @@ class Replica:
             if self._signals is not None:
                 tasks.start_soon(self._signals.run)
             yield
-            self._election.is_candidate = False
-            if self._running is not None:  # which settles what requests have left behind, and ends
-                self._running.cancel()
-                await asyncio.wait([self._running], timeout=END_S)
-            await self._election.resign()
-            tasks.cancel_scope.cancel()
+            running = self._running
+            tasks.cancel_scope.cancel()  # which ends the election, and with it the term
+        if running is not None:
+            await asyncio.wait([running], timeout=END_S)
+        await self._election.resign()
         await self._store.aclose()
         self._held.close()
         if self._signals is not None:
@@ -308,16 +308,27 @@ class Replica:
         """Begins a term. One that this replica led before is over by then."""
         self._end_term()
         self._fleet = self._present_fleet()
-        self._term = term = Term(self, leader, self._secret, self._fleet, lambda: self._election.is_leading)
-        self._running = asyncio.get_running_loop().create_task(self._lead(term))
+        try:
+            self._term = term = Term(self, leader, self._secret, self._fleet, lambda: self._election.is_leading)
+        except Exception:  # the model's folder has gone, say
+            log.exception("this replica cannot lead")
+            self._has_failed.set()
+        else:
+            self._running = asyncio.get_running_loop().create_task(self._lead(term))
 
     async def _lead(self, term: Term) -> None:
-        """Leads in a term. Leaves the lead to others where that is not possible."""
         try:
             await term.run()
         except Exception:
             log.exception("this replica cannot lead")
             term.end()
+            self._has_failed.set()
+
+    async def _stand_back(self) -> None:
+        """Leaves the lead to others, for a while, each time that this replica cannot lead."""
+        while True:
+            await self._has_failed.wait()
+            self._has_failed.clear()
             self._election.is_candidate = False
             await self._election.resign()
             await anyio.sleep(self.settings.term_s)
@@ -360,8 +371,8 @@ class Replica:
                 break
             await anyio.sleep(ASK_AGAIN_S)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._election.run)
-            tasks.start_soon(self._follow)
+            for runner in (self._election.run, self._follow, self._stand_back):
+                tasks.start_soon(runner)
 
     async def _learn_secret(self) -> bool:
         """Asks the store for the fleet's secret. Returns False, and says why in the log, where it does not answer."""

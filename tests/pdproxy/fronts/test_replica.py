@@ -101,14 +101,27 @@ async def test_a_replica_leads_with_the_secret_that_the_store_has(make: Make, sh
 async def test_who_cannot_listen_leaves_the_lead_to_others(
     make: Make, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def listen(self: LinkServer, host: str, port: int) -> int:
+    """It campaigns again after a while."""
+    listen = LinkServer.listen
+
+    async def listen_in_vain(self: LinkServer, host: str, port: int) -> int:
+        monkeypatch.setattr(LinkServer, "listen", listen)
         raise ConfigError("too many open files")
 
-    monkeypatch.setattr(LinkServer, "listen", listen)
+    monkeypatch.setattr(LinkServer, "listen", listen_in_vain)
     one = make()
-    async with at_work(one):
-        await until(lambda: one._term is not None and one._term.is_over)
+    async with at_work(one) as fronts:
+        await until(lambda: not one._election.is_candidate)
         await until(lambda: shelf.who_leads() is None)
+        first = fronts.leads[-1].term
+        await until(lambda: fronts.leads[-1].term > first)
+        assert await linked(fronts.leads[-1])
+
+
+async def test_the_lead_is_given_to_others_at_the_end(make: Make, shelf: Shelf) -> None:
+    async with at_work(make()) as fronts:
+        await until(lambda: bool(fronts.leads))
+    assert shelf.who_leads() is None
 
 
 async def test_a_file_that_was_broken_meanwhile_is_as_it_was(make: Make, tmp_path: Path) -> None:
