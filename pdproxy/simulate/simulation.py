@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,14 @@ class Result:
     use: dict[str, Any]
     ledger: dict[str, int]
     stragglers: list[str]
+    fronts: dict[str, Any] = field(default_factory=dict)
+    """What passed between fronts and leader; empty for one proxy."""
+
+    @property
+    def num_without_room(self) -> int:
+        """Returns for how many transfers a decoder had no room, though pages had been granted to them by the leader of
+        several proxies."""
+        return int(self.fronts.get("without_room", 0))
 
     def as_plain(self) -> dict[str, Any]:
         """Returns the result for a JSON file."""
@@ -60,6 +68,7 @@ class Result:
             "use": self.use,
             "ledger": self.ledger,
             "slow": self.stragglers,
+            **({"fronts": self.fronts} if self.fronts else {}),
             "plan": self.plan.as_plain(),
         }
 
@@ -79,7 +88,15 @@ class Simulation:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._loop = asyncio.get_running_loop()
-        self._fleet = SimulatedFleet(plan.settings, plan.speed, plan.prefillers, plan.decoders, plan.seed)
+        self._fleet = SimulatedFleet(
+            plan.settings,
+            plan.speed,
+            plan.prefillers,
+            plan.decoders,
+            plan.seed,
+            proxies=plan.proxies,
+            link_delay_s=plan.link_delay_s,
+        )
         self._stragglers = slow_some(plan.stragglers, self._fleet.engines, plan.seed)
         self._session_header = plan.settings.session_header.lower()
         self.figures = Figures(plan.slo)
@@ -186,7 +203,7 @@ class Simulation:
         record = RequestRecord(str(question.index), COMPLETIONS, clock=self._loop.time)
         record.received()
         self.in_flight.change(1, due)
-        served = self._fleet.orchestrator.serve(make_request(question), client, record)
+        served = self._fleet.orchestrator_for(question.index).serve(make_request(question), client, record)
         if self._plan.patience_s is not None:
             served = _patiently(served, client, self._plan.patience_s)
         return served, partial(self._ended, question, client, record, due)
@@ -236,7 +253,20 @@ class Simulation:
             use=self._use(),
             ledger=self._fleet.ledger(),
             stragglers=self._stragglers,
+            fronts=self._fronts(),
         )
+
+    def _fronts(self) -> dict[str, Any]:
+        """Returns what passed between fronts and leader, and whether it was enough to keep pages apart."""
+        fronts, num_requests = self._fleet.fronts, self._plan.num_requests
+        if not fronts:
+            return {}
+        return {
+            "proxies": len(fronts),
+            "messages_per_request": _rounded(sum(front.num_messages for front in fronts) / num_requests),
+            "batches_per_request": _rounded(sum(front.num_batches for front in fronts) / num_requests),
+            "without_room": sum(one.num_without_room for one in self._fleet.decoders.values()),
+        }
 
     def _busy_shares(self) -> dict[str, Any]:
         """Returns how busy the instances were until now, while requests came."""
