@@ -91,8 +91,9 @@ def main(
     patience_s: Annotated[float | None, option("SECONDS", "Longest wait of a client for a token", min=1e-3)] = None,
     proxies: Annotated[int, option("N", "Proxies in front of the fleet; of several, a leader admits", min=1)] = 1,
     link_delay_s: Annotated[
-        float, option("SECONDS", "One way between proxies and leader", "--link-delay", min=0)
+        float, option("SECONDS", "One way between proxies and leader", "--link-delay", min=0, max=60)
     ] = LINK_S,
+    link_loss: Annotated[float, option("SHARE", "Share of that which is lost and sent again", min=0, max=0.9)] = 0.0,
     json_file: take.Json = None,
     as_markdown: Annotated[bool, option(None, "Write the tables as Markdown", "--markdown")] = False,
 ) -> None:
@@ -132,6 +133,7 @@ def main(
             patience_s=patience_s,
             proxies=proxies,
             link_delay_s=link_delay_s,
+            link_loss=link_loss,
         )
         told.print(f"seed {seed}", highlight=False)
         study = _STUDIES[what]

@@ -19,7 +19,7 @@ from pdproxy.simulate.traffic import Traffic
 class Plan:
     """Plan is one simulation. `num_warmup` requests come before those that count. A client that has no token after
     `patience_s` seconds leaves; None: it never does. For several `proxies` a leader admits, and what they and it say to
-    each other takes `link_delay_s` seconds one way."""
+    each other takes `link_delay_s` seconds one way, and a share `link_loss` of it has to be said again."""
 
     prefillers: int
     decoders: int
@@ -35,6 +35,7 @@ class Plan:
     patience_s: float | None = None
     proxies: int = 1
     link_delay_s: float = 0.0002
+    link_loss: float = 0.0
 
     @property
     def name(self) -> str:
@@ -62,7 +63,11 @@ class Plan:
             "faults": [f"{one.at_s:g} {one.what} {one.whom}" for one in self.faults],
             "stragglers": self.stragglers or None,
             "patience_s": self.patience_s,
-            **({"proxies": self.proxies, "link_delay_s": self.link_delay_s} if self.proxies > 1 else {}),
+            **(
+                {"proxies": self.proxies, "link_delay_s": self.link_delay_s, "link_loss": self.link_loss}
+                if self.proxies > 1
+                else {}
+            ),
             "speed": msgspec.to_builtins(self.speed),
             "changed": json.loads(settings.model_dump_json(exclude_unset=True)),
         }

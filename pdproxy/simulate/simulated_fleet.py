@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 
@@ -21,20 +22,23 @@ from pdproxy.fleet.probe import Probe
 from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fronts.hub import Hub
 from pdproxy.kv_signals.board import KvBoard
-from pdproxy.orchestrator.orchestrator import Orchestrator
+from pdproxy.openai.request import GenerationRequest
+from pdproxy.orchestrator.context import Client
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.simulate.adapter import LEASE_S, SimulatedAdapter, make_adapter
 from pdproxy.simulate.engines import Decoder, Engine, Prefiller
+from pdproxy.simulate.errors import SimulationError
 from pdproxy.simulate.messages import FACTS, encode
-from pdproxy.simulate.simulated_fronts import SimulatedFront
+from pdproxy.simulate.simulated_fronts import Fronts, SimulatedFront
 from pdproxy.simulate.speed import Speed
-from pdproxy.telemetry.record import Observers
+from pdproxy.telemetry.record import Observers, RequestRecord
 from pdproxy.tokens.prompt_sizer import ByteSizer
 from transfer import wire
 
 SETTLE_S = 600.0
 """The seconds, at the end, for what was left behind to be settled; they are longer than an engine's lease."""
 
+Served = Coroutine[Any, Any, None]
 SETTLED_S = 0.1
 """The seconds between two looks at what fronts have still to say."""
 
@@ -44,7 +48,8 @@ class SimulatedFleet:
     within the loop whose time it goes by.
 
     `seed` is for what the routing policies leave to chance. Behind several `proxies` these parts are those of the
-    leader, which serves no requests, and what it and the fronts say takes `link_delay_s` seconds.
+    leader, which serves no requests, and what it and the fronts say takes `link_delay_s` seconds, and longer where it
+    is lost on the way, as a share `link_loss` is.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class SimulatedFleet:
         *,
         proxies: int = 1,
         link_delay_s: float = 0.0,
+        link_loss: float = 0.0,
     ) -> None:
         clock = asyncio.get_running_loop().time
         self.settings = settings
@@ -122,15 +128,28 @@ class SimulatedFleet:
                     known=known,
                     adapter=adapter,
                     delay_s=link_delay_s,
+                    loss=link_loss,
                     seed=seed,
                 )
                 for number in range(proxies)
             ]
 
-    def orchestrator_for(self, index: int) -> Orchestrator:
-        """Returns who serves the request of this index."""
-        fronts = self.fronts
-        return fronts[index % len(fronts)].orchestrator if fronts else self.orchestrator
+    def serve(self, index: int, request: GenerationRequest, client: Client, record: RequestRecord) -> Served:
+        """Returns the service of the request of this index. Fronts take turns. Raises `SimulationError` where none
+        lives."""
+        if not self.fronts:
+            return self.orchestrator.serve(request, client, record)
+        alive = [front for front in self.fronts if front.is_alive]
+        if not alive:
+            raise SimulationError("faults: all fronts were killed, and nobody is there to serve")
+        front = alive[index % len(alive)]
+        return front.serve(front.orchestrator.serve(request, client, record), record)
+
+    @property
+    def whom(self) -> dict[str, Engine | SimulatedFront | Fronts]:
+        """Returns to whom anything can happen, by name."""
+        fronts = {f"front-{number}": front for number, front in enumerate(self.fronts)}
+        return {**self.engines, **fronts, **({"leader": Fronts(self.fronts)} if fronts else {})}
 
     def _pass_on(self, signal: wire.AnySignal) -> bool:
         """Gives a signal to the front that expects it, and returns whether there is one."""
@@ -156,6 +175,8 @@ class SimulatedFleet:
             for engine in self.engines.values():  # nobody could say of the others what became of their pages
                 engine.thaw()
                 engine.start()
+            for front in self.fronts:
+                front.thaw()
             with anyio.move_on_after(SETTLE_S):
                 while not all(front.is_settled for front in self.fronts):  # noqa: ASYNC110
                     await anyio.sleep(SETTLED_S)
@@ -187,8 +208,9 @@ class SimulatedFleet:
             "requests": self.orchestrator.num_requests,
         }
         for front in self.fronts:
-            front.pool.check_integrity()
-            front.board.check_integrity()
+            if front.is_alive:
+                front.pool.check_integrity()
+                front.board.check_integrity()
             for what, number in front.left().items():
                 left[f"{what} of fronts"] = left.get(f"{what} of fronts", 0) + number
         if any(left.values()):

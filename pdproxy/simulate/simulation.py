@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pdproxy.loadtest.fault_schedule import check_names
 from pdproxy.openai.request import COMPLETIONS
 from pdproxy.server.process_memory import use_large_pages
 from pdproxy.simulate import loop as virtual
 from pdproxy.simulate.client import SimulatedClient, make_request
-from pdproxy.simulate.faults import do_faults, slow_some
+from pdproxy.simulate.faults import check_faults, do_faults, slow_some
 from pdproxy.simulate.figures import Figures, Level
 from pdproxy.simulate.loop import VirtualLoop
 from pdproxy.simulate.plan import Plan
@@ -96,6 +95,7 @@ class Simulation:
             plan.seed,
             proxies=plan.proxies,
             link_delay_s=plan.link_delay_s,
+            link_loss=plan.link_loss,
         )
         self._stragglers = slow_some(plan.stragglers, self._fleet.engines, plan.seed)
         self._session_header = plan.settings.session_header.lower()
@@ -111,9 +111,9 @@ class Simulation:
         """Runs the plan and returns the result. `began` is its start by the real clock. Raises `IntegrityError` where
         anything is left at the end."""
         plan, fleet = self._plan, self._fleet
-        check_names(plan.faults, fleet.engines)
+        check_faults(plan.faults, fleet.whom)
         async with fleet.running(is_probed=bool(plan.faults)), asyncio.TaskGroup() as doing:
-            faults = doing.create_task(do_faults(plan.faults, fleet.engines))
+            faults = doing.create_task(do_faults(plan.faults, fleet.whom))
             if plan.traffic.clients:
                 await self._ask_in_turn()
             else:
@@ -203,7 +203,7 @@ class Simulation:
         record = RequestRecord(str(question.index), COMPLETIONS, clock=self._loop.time)
         record.received()
         self.in_flight.change(1, due)
-        served = self._fleet.orchestrator_for(question.index).serve(make_request(question), client, record)
+        served = self._fleet.serve(question.index, make_request(question), client, record)
         if self._plan.patience_s is not None:
             served = _patiently(served, client, self._plan.patience_s)
         return served, partial(self._ended, question, client, record, due)

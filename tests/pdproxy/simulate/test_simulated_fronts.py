@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from pdproxy.loadtest.fault_schedule import FaultError
 from pdproxy.simulate.engines import Decoder
+from pdproxy.simulate.errors import SimulationError
+from pdproxy.simulate.faults import read_faults
 from pdproxy.simulate.messages import Told
 from pdproxy.simulate.simulation import Result, simulate
 from pdproxy.simulate.traffic import Traffic
@@ -74,3 +77,33 @@ def test_one_proxy_has_no_link() -> None:
     assert near | {"wall_s": 0.0} == far | {"wall_s": 0.0}
     assert "fronts" not in near
     assert "proxies" not in near["plan"]
+
+
+def test_what_is_lost_on_the_way_comes_later_and_in_order() -> None:
+    result = busy(link_loss=0.3)
+    assert result.figures.outcomes == {Outcome.DONE: 120}
+    assert result.num_without_room == 0
+    assert result.figures.phases["slot_wait"].mean_s > busy().figures.phases["slot_wait"].mean_s
+
+
+@pytest.mark.parametrize("faults", ["20 freeze front-1 for 2", "20 freeze front-1 for 30", "20 freeze leader for 3"])
+def test_what_stood_still_between_proxies_goes_on(faults: str) -> None:
+    result = busy(faults=tuple(read_faults(faults)))
+    assert sum(result.figures.outcomes.values()) == 120
+    # Who has come to a front without a leader waits for `term_s`, and is refused.
+    assert result.figures.outcomes[Outcome.DONE] >= 90, result.figures.outcomes
+    assert result.num_without_room == 0
+
+
+def test_what_a_front_held_that_has_died_comes_back() -> None:
+    result = busy(faults=tuple(read_faults("20 kill front-1")))
+    assert sum(result.figures.outcomes.values()) == 120
+    assert 0 < result.figures.errors["front_died"] == result.figures.num_failed < 20, result.figures.outcomes
+    assert result.ledger["held"] == 0
+    assert result.num_without_room == 0
+
+
+@pytest.mark.parametrize("faults", ["1 slow front-1 by 2", "1 kill leader", "1 freeze front-7"])
+def test_what_cannot_happen_to_a_front_is_said(faults: str) -> None:
+    with pytest.raises((SimulationError, FaultError), match=r"front-1|leader|front-7"):
+        busy(faults=tuple(read_faults(faults)))
