@@ -43,7 +43,7 @@ class Result:
     ledger: dict[str, int]
     stragglers: list[str]
     fronts: dict[str, Any] = field(default_factory=dict)
-    """What passed between fronts and leader; empty for one proxy."""
+    """The messages between fronts and leader, and the transfers without room; empty for one proxy."""
 
     @property
     def num_without_room(self) -> int:

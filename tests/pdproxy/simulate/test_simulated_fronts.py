@@ -95,6 +95,11 @@ def test_what_stood_still_between_proxies_goes_on(faults: str) -> None:
     assert result.num_without_room == 0
 
 
+def test_a_front_that_was_taken_for_gone_hears_of_the_fleet_again() -> None:
+    result = busy(faults=tuple(read_faults("10 freeze front-1 for 10; 30 kill decode-0; 31 start decode-0")))
+    assert result.figures.outcomes[Outcome.DONE] > 100, (result.figures.outcomes, result.figures.errors)
+
+
 def test_what_a_front_held_that_has_died_comes_back() -> None:
     result = busy(faults=tuple(read_faults("20 kill front-1")))
     assert sum(result.figures.outcomes.values()) == 120
