@@ -12,6 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
 
+WINDOW_S = 10.0
+LEAST_RETRIES = 2.0
+"""The retries in a window below which a budget fades before it can be spent."""
+
 _NUM_PACES = 200
 """The number of paces in a window. What requests earn within one pace fades as if all had come in at the pace's
 beginning.
@@ -26,6 +30,12 @@ class RetryStatistics:
     num_requests: int
     num_retries: int
     num_refused: int
+
+
+def part_of(min_per_s: float, num_parts: int) -> float:
+    """Returns the retries per second that one of `num_parts` processes may make which share `min_per_s`: not so few
+    that none of them could ever retry."""
+    return max(min_per_s / num_parts, min(min_per_s, LEAST_RETRIES / WINDOW_S))
 
 
 class RetryBudget:
@@ -45,14 +55,14 @@ class RetryBudget:
         *,
         share: float = 0.2,
         min_per_s: float = 1.0,
-        window_s: float = 10.0,
+        window_s: float = WINDOW_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if share < 0.0 or min_per_s < 0.0 or window_s <= 0.0:
             raise ValueError(
                 f"share {share} and min_per_s {min_per_s} must not be below 0, and window_s {window_s} must be above 0"
             )
-        if 0.0 < min_per_s * window_s < 2.0:
+        if 0.0 < min_per_s * window_s < LEAST_RETRIES:
             raise ValueError(f"{min_per_s} per second come to less than 2 retries in {window_s} s: they fade too soon")
         self._share = share
         self._min_per_s = min_per_s

@@ -29,6 +29,7 @@ from fastapi import FastAPI
 from pdproxy import assemble as parts
 from pdproxy.admission.custody import Evidence
 from pdproxy.admission.kernel import Kernel
+from pdproxy.admission.retry_budget import part_of
 from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.aio.loop_lag import LoopLag
 from pdproxy.aio.since_boot import since_boot
@@ -107,7 +108,8 @@ def assemble_front(
     """Builds a front and starts nothing. Raises `ConfigError` where an option cannot be met. `make_client` replaces
     HTTP, for tests."""
     given = Settings(**welcome.settings)
-    settings = given.model_copy(update={"proxy_port": 0, "retry_min_per_s": given.retry_min_per_s / welcome.num_fronts})
+    retry_min_per_s = part_of(given.retry_min_per_s, welcome.num_fronts)
+    settings = given.model_copy(update={"proxy_port": 0, "retry_min_per_s": retry_min_per_s})
     descriptors = DescriptorBudget()
     make_client = make_client or parts.http_client(settings, descriptors)
     board = KvBoard()

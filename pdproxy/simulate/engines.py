@@ -267,8 +267,8 @@ class Decoder(Engine):
     what nobody has asked for after `lease_s` is dropped.
 
     Mutable state: transfers that wait for pages; those that have them, by attempt; pages in use, and the most there
-    ever were; when the link is free; what arrived while it stood still; answers that wait for room in the batch, and
-    those in it; a timer for signs of life and leases.
+    ever were; how many transfers found no room; when the link is free; what arrived while it stood still; answers that
+    wait for room in the batch, and those in it; a timer for signs of life and leases.
     """
 
     role: Role = "decode"
@@ -283,6 +283,7 @@ class Decoder(Engine):
         self._transfers: dict[str, Transfer] = {}
         self.pages_in_use = 0
         self.most_pages = 0
+        self.num_without_room = 0
         self._link_free_at = 0.0
         self._late: list[Transfer] = []
         self._lined_up: deque[Answer] = deque()
@@ -305,6 +306,8 @@ class Decoder(Engine):
             self._transfers[transfer.attempt] = transfer
             self._go_round()
             self._take_in()
+            if not transfer.has_pages or self.pages_in_use > self.speed.pd_buffer_pages:
+                self.num_without_room += 1
 
     def lost_writer(self, writer: Prefiller) -> None:
         """Frees the transfers that a prefiller had not brought before it went: they will never come."""

@@ -1,4 +1,7 @@
-"""The module says what goes wrong, and when: ``30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5``."""
+"""The module says what goes wrong, and when: ``30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5``.
+
+Where there are several proxies, ``front-0`` may be killed, and the links of one or those of the ``leader`` stand still.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import asyncio
 import random
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from pdproxy.loadtest.fault_schedule import Fault, Grammar
+from pdproxy.loadtest.fault_schedule import Fault, Grammar, check_names
 from pdproxy.simulate.engines import Engine
 from pdproxy.simulate.errors import SimulationError
 
@@ -22,26 +26,24 @@ def read_faults(text: str) -> list[Fault]:
     return sorted(faults, key=lambda fault: fault.at_s)
 
 
-async def do_faults(faults: Sequence[Fault], engines: Mapping[str, Engine]) -> None:
-    """Does each fault at its time."""
+def check_faults(faults: Sequence[Fault], whom: Mapping[str, Any]) -> None:
+    """Raises `FaultError` for somebody who does not exist, and `SimulationError` for what cannot happen to one."""
+    check_names(faults, whom)
+    for fault in faults:
+        if not hasattr(whom[fault.whom], fault.what):
+            raise SimulationError(f"faults: {fault.what} cannot happen to {fault.whom}")
+
+
+async def do_faults(faults: Sequence[Fault], whom: Mapping[str, Any]) -> None:
+    """Does each fault at its time, to the one of its name."""
     loop = asyncio.get_running_loop()
     for fault in faults:
         await asyncio.sleep(max(0.0, fault.at_s - loop.time()))
-        _do(fault, engines[fault.whom])
-
-
-def _do(fault: Fault, engine: Engine) -> None:
-    match fault.what:
-        case "kill":
-            engine.kill()
-        case "start":
-            engine.start()
-        case "freeze":
-            engine.freeze()
-        case "thaw":
-            engine.thaw()
-        case "slow":
-            engine.slow(fault.slowness)
+        do = getattr(whom[fault.whom], fault.what)
+        if fault.what == "slow":
+            do(fault.slowness)
+        else:
+            do()
 
 
 def slow_some(text: str, engines: Mapping[str, Engine], seed: int) -> list[str]:

@@ -18,7 +18,8 @@ from pdproxy.simulate.traffic import Traffic
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Plan is one simulation. `num_warmup` requests come before those that count. A client that has no token after
-    `patience_s` seconds leaves; None: it never does."""
+    `patience_s` seconds leaves; None: it never does. For several `proxies` a leader admits, and what they and it say to
+    each other takes `link_delay_s` seconds one way, and a share `link_loss` of it has to be said again."""
 
     prefillers: int
     decoders: int
@@ -32,10 +33,14 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     stragglers: str = ""
     patience_s: float | None = None
+    proxies: int = 1
+    link_delay_s: float = 0.0002
+    link_loss: float = 0.0
 
     @property
     def name(self) -> str:
-        return f"{self.prefillers}p{self.decoders}d"
+        several = f" behind {self.proxies} proxies" if self.proxies > 1 else ""
+        return f"{self.prefillers}p{self.decoders}d{several}"
 
     def as_plain(self) -> dict[str, Any]:
         """Returns the plan for a JSON file."""
@@ -58,6 +63,11 @@ class Plan:
             "faults": [f"{one.at_s:g} {one.what} {one.whom}" for one in self.faults],
             "stragglers": self.stragglers or None,
             "patience_s": self.patience_s,
+            **(
+                {"proxies": self.proxies, "link_delay_s": self.link_delay_s, "link_loss": self.link_loss}
+                if self.proxies > 1
+                else {}
+            ),
             "speed": msgspec.to_builtins(self.speed),
             "changed": json.loads(settings.model_dump_json(exclude_unset=True)),
         }

@@ -5,39 +5,65 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 
 from pdproxy.assemble import instance_maker, make_admission, make_orchestrator, make_retries, make_router
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
+from pdproxy.engines.factory import TAKE_IDS
 from pdproxy.errors import IntegrityError
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import Probe
+from pdproxy.fleet.token_counts import TokenCounts
+from pdproxy.fronts.hub import Hub
 from pdproxy.kv_signals.board import KvBoard
+from pdproxy.openai.request import GenerationRequest
+from pdproxy.orchestrator.context import Client
 from pdproxy.orchestrator.reaper import Reaper
-from pdproxy.simulate.adapter import LEASE_S, make_adapter
+from pdproxy.simulate.adapter import LEASE_S, SimulatedAdapter, make_adapter
 from pdproxy.simulate.engines import Decoder, Engine, Prefiller
+from pdproxy.simulate.errors import SimulationError
 from pdproxy.simulate.messages import FACTS, encode
+from pdproxy.simulate.simulated_fronts import Fronts, SimulatedFront
 from pdproxy.simulate.speed import Speed
-from pdproxy.telemetry.record import Observers
+from pdproxy.telemetry.record import Observers, RequestRecord
 from pdproxy.tokens.prompt_sizer import ByteSizer
+from transfer import wire
 
 SETTLE_S = 600.0
 """The seconds, at the end, for what was left behind to be settled; they are longer than an engine's lease."""
+
+Served = Coroutine[Any, Any, None]
+SETTLED_S = 0.1
+"""The seconds between two looks at what fronts have still to say."""
 
 
 class SimulatedFleet:
     """SimulatedFleet is `num_prefillers` and `num_decoders`, all ready, behind the proxy's parts. It has to be made
     within the loop whose time it goes by.
 
-    `seed` is for what the routing policies leave to chance.
+    `seed` is for what the routing policies leave to chance. Behind several `proxies` these parts are those of the
+    leader, which serves no requests, and what it and the fronts say takes `link_delay_s` seconds, and longer where it
+    is lost on the way, as a share `link_loss` is.
     """
 
-    def __init__(self, settings: Settings, speed: Speed, num_prefillers: int, num_decoders: int, seed: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        speed: Speed,
+        num_prefillers: int,
+        num_decoders: int,
+        seed: int,
+        *,
+        proxies: int = 1,
+        link_delay_s: float = 0.0,
+        link_loss: float = 0.0,
+    ) -> None:
         clock = asyncio.get_running_loop().time
         self.settings = settings
         self.board = KvBoard(clock=clock)
@@ -85,6 +111,53 @@ class SimulatedFleet:
         )
         for instance in instances:
             _make_ready(instance, self.engines[instance.name])
+        self.fronts: list[SimulatedFront] = []
+        if proxies > 1:
+            hub = Hub(self.pool, admission, self.reaper, TokenCounts(self.pool, take_ids=TAKE_IDS), term=1)
+            self.pool.on_membership = hub.follow
+            self.board.pass_on = self._pass_on
+            known = {one.name: one.settings for one in instances}
+            adapter = SimulatedAdapter(lease_s=lease_s)
+            self.fronts = [
+                SimulatedFront(
+                    settings,
+                    hub,
+                    number=number,
+                    num_fronts=proxies,
+                    clients=self.engines,
+                    known=known,
+                    adapter=adapter,
+                    delay_s=link_delay_s,
+                    loss=link_loss,
+                    seed=seed,
+                )
+                for number in range(proxies)
+            ]
+
+    def serve(self, index: int, request: GenerationRequest, client: Client, record: RequestRecord) -> Served:
+        """Returns the service of the request of this index. Fronts take turns. Raises `SimulationError` where none
+        lives."""
+        if not self.fronts:
+            return self.orchestrator.serve(request, client, record)
+        alive = [front for front in self.fronts if front.is_alive]
+        if not alive:
+            raise SimulationError("faults: all fronts were killed, and nobody is there to serve")
+        front = alive[index % len(alive)]
+        return front.serve(front.orchestrator.serve(request, client, record), record)
+
+    @property
+    def whom(self) -> dict[str, Engine | SimulatedFront | Fronts]:
+        """Returns to whom anything can happen, by name."""
+        fronts = {f"front-{number}": front for number, front in enumerate(self.fronts)}
+        return {**self.engines, **fronts, **({"leader": Fronts(self.fronts)} if fronts else {})}
+
+    def _pass_on(self, signal: wire.AnySignal) -> bool:
+        """Gives a signal to the front that expects it, and returns whether there is one."""
+        for front in self.fronts:
+            if front.board.knows(signal):
+                front.board.deliver(signal)
+                return True
+        return False
 
     @asynccontextmanager
     async def running(self, *, is_probed: bool) -> AsyncIterator[None]:
@@ -92,6 +165,8 @@ class SimulatedFleet:
         has to be where anybody may fall."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.reaper.run)
+            for front in self.fronts:
+                tasks.start_soon(front.reaper.run)
             async with anyio.create_task_group() as looking:
                 if is_probed:
                     looking.start_soon(self.probe.run)
@@ -100,7 +175,11 @@ class SimulatedFleet:
             for engine in self.engines.values():  # nobody could say of the others what became of their pages
                 engine.thaw()
                 engine.start()
+            for front in self.fronts:
+                front.thaw()
             with anyio.move_on_after(SETTLE_S):
+                while not all(front.is_settled for front in self.fronts):  # noqa: ASYNC110
+                    await anyio.sleep(SETTLED_S)
                 await self.reaper.idle()
                 while any(decoder.pages_in_use for decoder in self.decoders.values()):  # noqa: ASYNC110
                     await anyio.sleep(1.0)  # until leases have run out, which takes no time here
@@ -128,6 +207,12 @@ class SimulatedFleet:
             "tokens queued": sum(instance.queued_tokens for instance in self.pool.instances),
             "requests": self.orchestrator.num_requests,
         }
+        for front in self.fronts:
+            if front.is_alive:
+                front.pool.check_integrity()
+                front.board.check_integrity()
+            for what, number in front.left().items():
+                left[f"{what} of fronts"] = left.get(f"{what} of fronts", 0) + number
         if any(left.values()):
             raise IntegrityError(f"nobody asks any more, and there are left: {left}")
 

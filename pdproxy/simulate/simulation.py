@@ -7,16 +7,15 @@ import gc
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pdproxy.loadtest.fault_schedule import check_names
 from pdproxy.openai.request import COMPLETIONS
 from pdproxy.server.process_memory import use_large_pages
 from pdproxy.simulate import loop as virtual
 from pdproxy.simulate.client import SimulatedClient, make_request
-from pdproxy.simulate.faults import do_faults, slow_some
+from pdproxy.simulate.faults import check_faults, do_faults, slow_some
 from pdproxy.simulate.figures import Figures, Level
 from pdproxy.simulate.loop import VirtualLoop
 from pdproxy.simulate.plan import Plan
@@ -43,6 +42,14 @@ class Result:
     use: dict[str, Any]
     ledger: dict[str, int]
     stragglers: list[str]
+    fronts: dict[str, Any] = field(default_factory=dict)
+    """The messages between fronts and leader, and the transfers without room; empty for one proxy."""
+
+    @property
+    def num_without_room(self) -> int:
+        """Returns for how many transfers a decoder had no room, though pages had been granted to them by the leader of
+        several proxies."""
+        return int(self.fronts.get("without_room", 0))
 
     def as_plain(self) -> dict[str, Any]:
         """Returns the result for a JSON file."""
@@ -60,6 +67,7 @@ class Result:
             "use": self.use,
             "ledger": self.ledger,
             "slow": self.stragglers,
+            **({"fronts": self.fronts} if self.fronts else {}),
             "plan": self.plan.as_plain(),
         }
 
@@ -79,7 +87,16 @@ class Simulation:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._loop = asyncio.get_running_loop()
-        self._fleet = SimulatedFleet(plan.settings, plan.speed, plan.prefillers, plan.decoders, plan.seed)
+        self._fleet = SimulatedFleet(
+            plan.settings,
+            plan.speed,
+            plan.prefillers,
+            plan.decoders,
+            plan.seed,
+            proxies=plan.proxies,
+            link_delay_s=plan.link_delay_s,
+            link_loss=plan.link_loss,
+        )
         self._stragglers = slow_some(plan.stragglers, self._fleet.engines, plan.seed)
         self._session_header = plan.settings.session_header.lower()
         self.figures = Figures(plan.slo)
@@ -94,9 +111,9 @@ class Simulation:
         """Runs the plan and returns the result. `began` is its start by the real clock. Raises `IntegrityError` where
         anything is left at the end."""
         plan, fleet = self._plan, self._fleet
-        check_names(plan.faults, fleet.engines)
+        check_faults(plan.faults, fleet.whom)
         async with fleet.running(is_probed=bool(plan.faults)), asyncio.TaskGroup() as doing:
-            faults = doing.create_task(do_faults(plan.faults, fleet.engines))
+            faults = doing.create_task(do_faults(plan.faults, fleet.whom))
             if plan.traffic.clients:
                 await self._ask_in_turn()
             else:
@@ -186,7 +203,7 @@ class Simulation:
         record = RequestRecord(str(question.index), COMPLETIONS, clock=self._loop.time)
         record.received()
         self.in_flight.change(1, due)
-        served = self._fleet.orchestrator.serve(make_request(question), client, record)
+        served = self._fleet.serve(question.index, make_request(question), client, record)
         if self._plan.patience_s is not None:
             served = _patiently(served, client, self._plan.patience_s)
         return served, partial(self._ended, question, client, record, due)
@@ -236,7 +253,20 @@ class Simulation:
             use=self._use(),
             ledger=self._fleet.ledger(),
             stragglers=self._stragglers,
+            fronts=self._fronts(),
         )
+
+    def _fronts(self) -> dict[str, Any]:
+        """Returns what passed between fronts and leader, and whether it was enough to keep pages apart."""
+        fronts, num_requests = self._fleet.fronts, self._plan.num_requests
+        if not fronts:
+            return {}
+        return {
+            "proxies": len(fronts),
+            "messages_per_request": _rounded(sum(front.num_messages for front in fronts) / num_requests),
+            "batches_per_request": _rounded(sum(front.num_batches for front in fronts) / num_requests),
+            "without_room": sum(one.num_without_room for one in self._fleet.decoders.values()),
+        }
 
     def _busy_shares(self) -> dict[str, Any]:
         """Returns how busy the instances were until now, while requests came."""

@@ -56,6 +56,9 @@ def fleet_rows(result: Result) -> Rows:
         ["most pages", f"{use['most_pages']} of {use['pd_buffer_pages']}"],
         ["failed", share(figures.num_failed / figures.count if figures.count else None)],
     ]
+    if fronts := result.fronts:
+        rows.append(["messages per request", number(fronts["messages_per_request"])])
+        rows.append(["transfers without room", str(fronts["without_room"])])
     plain = figures.as_plain()
     for one in plain.get("slo", []):
         rows.append([one["objective"], "met" if one["is_met"] else "missed"])

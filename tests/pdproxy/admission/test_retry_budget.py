@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.admission.retry_budget import RetryBudget
+from pdproxy.admission.retry_budget import RetryBudget, part_of
 
 
 class Clock:
@@ -136,3 +136,10 @@ def test_from_any_moment_on_retries_stay_within_the_bound(share, min_per_s, step
             slack += min_per_s * step
         assert slack >= -1e-6
         slack = min(slack, budget.num_available)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5, 6, 64])
+def test_however_many_share_a_budget_each_of_them_has_one(num_parts: int, clock: Clock) -> None:
+    assert drain(RetryBudget(min_per_s=part_of(1.0, num_parts), clock=clock)) >= 2
+    assert part_of(0.0, num_parts) == 0.0
+    assert part_of(100.0, num_parts) == 100.0 / num_parts

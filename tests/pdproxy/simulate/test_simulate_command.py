@@ -83,6 +83,14 @@ def test_a_simulation_without_one_answer_fails() -> None:
     assert "no request was answered" in " ".join(result.stdout.split())
 
 
+def test_pages_that_are_given_away_twice_are_a_failure() -> None:
+    several = [*SMALL, "--proxies", "2", "--set", "pd_buffer_pages=12"]
+    assert found(*several)["fronts"]["without_room"] == 0
+    result = invoke(*several, "--options", "admission=false", "--load", "2")
+    assert result.exit_code == 1
+    assert "decoders had no room for" in result.stdout
+
+
 def test_policies_are_compared() -> None:
     told = found("compare", *SMALL, "--policies", "round_robin,power_of_two")
     assert list(told["policies"]) == ["round_robin", "power_of_two"]
