@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -66,7 +65,6 @@ def check(
     The shortest story of a violation is printed. Exit status 1: there is one, or a planted fault was not found.
     """
     say = partial(show, console_beside(json_file))
-    logging.getLogger("pdproxy").setLevel(logging.ERROR)  # leases that are waited for are no news here
     started, cpu = time.monotonic(), time.process_time()
     found: dict[str, Any] = {}
     is_good = True
