@@ -229,6 +229,7 @@ class SimulatedFront:
             await serving
         except asyncio.CancelledError:
             if self.is_alive:
+                record.end(Outcome.CLIENT_GONE)  # perhaps before the front, which stood still, had seen it at all
                 raise
         finally:
             del self._serving[serving]

@@ -210,6 +210,11 @@ class Proxies:
             front.begin()
             front.process.call(front.follow, self.leader)
 
+    def thaw_leaders(self) -> None:
+        """Has leaders go on that stand still, also one that has been replaced."""
+        for leader in (*self._former, self.leader):
+            leader.process.thaw()
+
     # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def check_integrity(self) -> None:
@@ -286,8 +291,7 @@ class _LeaderTarget:
         self._proxies.leader.process.freeze()
 
     def thaw(self) -> None:
-        for leader in (*self._proxies._former, self._proxies.leader):
-            leader.process.thaw()
+        self._proxies.thaw_leaders()
 
 
 async def _nothing() -> None:

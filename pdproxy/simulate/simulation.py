@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from pdproxy.errors import IntegrityError
 from pdproxy.openai.request import COMPLETIONS
 from pdproxy.server.process_memory import use_large_pages
 from pdproxy.simulate import loop as virtual
@@ -121,6 +122,8 @@ class Simulation:
                     await self._ask_all()
                 faults.cancel()
             fleet.check_idle()
+            if num_open := self.figures.outcomes[Outcome.RUNNING]:
+                raise IntegrityError(f"{num_open} requests ended without an outcome")
         finally:
             fleet.close()
         return self._result(time.perf_counter() - began)
