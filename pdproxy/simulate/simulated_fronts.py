@@ -169,7 +169,7 @@ class SimulatedFront:
 
     def follow(self, leader: SimulatedLeader) -> None:
         """Begins a session with whoever leads from now on."""
-        if self.is_alive:
+        if self.is_alive and not leader.is_over:
             self._reach(leader).up.send(messages.Hello(messages.PROTOCOL, 0))
             self._beat()
 

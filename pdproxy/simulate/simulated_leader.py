@@ -169,6 +169,8 @@ class SimulatedLeader:
         return defaultdict(lambda: ignored, {**handlers, Beat: partial(self._beat, link)})
 
     def _beat(self, link: Link, beat: Beat) -> None:
+        if not self.may_grant():
+            return  # it cannot answer for a lease
         if link in self._sessions:
             self._silent_ticks[link] = 0
             link.down.send(beat)

@@ -86,6 +86,7 @@ class Proxies:
         self._known = {name: settings_of(engine) for name, engine in engines.items()}
         self._adapter = SimulatedAdapter(lease_s=settings.engine_lease_s or LEASE_S)
         self._store = Store(settings.term_s / PARTS) if can_be_lost else None
+        self._dice = random.Random(f"{seed} elections")
         self._terms = itertools.count(1)
         self._is_probed = False
         self._electing: asyncio.Task[None] | None = None
@@ -152,8 +153,9 @@ class Proxies:
             self.leader = store.holder = self._make_leader(claims_until=now + (PARTS - 1) * store.ttl_s)
             self.leader.begin(is_probed=self._is_probed)
             store.renew(self.leader, now)
-            for front in self.fronts:
-                front.process.call(front.follow, self.leader)
+            for front in self.fronts:  # each hears of it when its replica has next asked the store
+                in_s = self._dice.uniform(0.0, store.ttl_s / PARTS)
+                loop.call_later(in_s, front.follow, self.leader, context=front.process.context)
 
     def serve(
         self, index: int, request: GenerationRequest, client: SimulatedClient, record: RequestRecord
