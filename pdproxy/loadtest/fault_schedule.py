@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from pdproxy.loadtest.errors import LoadTestError
 
-_ENDS = {"kill": "start", "freeze": "thaw", "slow": "slow"}
+_ENDS = {"kill": "start", "freeze": "thaw", "slow": "slow", "cut": "mend"}
 """The fault that ends a fault, for each fault that can last for a while."""
 _NUM_LISTED = 8
 _FAULT = re.compile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -14,6 +14,8 @@ from pdproxy.simulate.errors import StuckError
 
 MIN_CANCELLED = 1024
 """The number of cancelled timers that may wait among the others; there may be more while they are not the majority."""
+PROCESS: ContextVar[object] = ContextVar("process")
+"""The process that runs in a context. What one sets in motion belongs to it, too."""
 
 
 class Agenda:
@@ -21,7 +23,8 @@ class Agenda:
     the one that was set first runs first.
 
     Mutable state: the time; what is ready; the timers by when they are due, a heap of those times, how many timers
-    there are, and how many of them were cancelled; how many callbacks have run; whether it is closed.
+    there are, and how many of them were cancelled; how many callbacks have run; the processes that stand still, each
+    with the callbacks that it would have run since; whether it is closed.
     """
 
     def __init__(self, on_error: Callable[[Call, BaseException], None]) -> None:
@@ -36,6 +39,7 @@ class Agenda:
         self._times: list[float] = []
         self._num_timers = 0
         self._num_cancelled = 0
+        self._frozen: dict[object, list[Call]] = {}
 
     def time(self) -> float:
         """Returns the seconds since the loop was made, of simulated time."""
@@ -76,9 +80,13 @@ class Agenda:
                     ready.append(timer)
         num_ready = len(ready)
         self.num_callbacks += num_ready
+        frozen = self._frozen
         for _ in range(num_ready):
             call = ready.popleft()
             if not call.is_cancelled:
+                if frozen and (late := frozen.get(call.context.get(PROCESS))) is not None:
+                    late.append(call)
+                    continue
                 try:
                     call.context.run(call.callback, *call.args)
                 except (SystemExit, KeyboardInterrupt):
@@ -101,6 +109,14 @@ class Agenda:
         if not times:
             raise StuckError(f"at {self.now:g} s everybody waits and nobody will ever be woken")
         self.now = max(self.now, times[0])
+
+    def freeze(self, process: object) -> None:
+        """Runs nothing of a process until `thaw`. Both are idempotent."""
+        self._frozen.setdefault(process, [])
+
+    def thaw(self, process: object) -> None:
+        """Runs what a process would have run meanwhile, in order."""
+        self._ready.extend(self._frozen.pop(process, ()))
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Call:
         if self.is_closed:

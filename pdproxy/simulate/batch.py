@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from heapq import heappop, heappush
 
+from pdproxy.simulate.calls import ENGINES
 from pdproxy.simulate.speed import Speed
 
 _NEARLY = 1e-6
@@ -151,7 +152,8 @@ class Batch:
             self._steps = 0.0  # small numbers are exact ones
         elif not self._num_holds:
             left = ends[0][0] - self._steps
-            self._timer = self._loop.call_later(left * self._step_s if left > 0.0 else 0.0, self._look)
+            left_s = left * self._step_s if left > 0.0 else 0.0
+            self._timer = self._loop.call_later(left_s, self._look, context=ENGINES)
 
     def _look(self) -> None:
         """Ends the sequences whose last token is written, and sets the next timer."""

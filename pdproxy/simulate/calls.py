@@ -9,6 +9,9 @@ from typing import Protocol
 
 import msgspec
 
+ENGINES = Context()
+"""The context of what engines do by themselves: it belongs to nobody who asked them."""
+
 
 class Canceller(Protocol):
     """Canceller keeps timers, and hears when one is cancelled."""

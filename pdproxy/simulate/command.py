@@ -39,6 +39,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 WARMUP_SHARE = 0.1
 LINK_S = 0.0002
+RETRANSMIT_S = 0.2
 FOUND_NOTHING = 1
 """The exit status when no rate, or no size, meets the target, or no request was answered."""
 
@@ -93,7 +94,16 @@ def main(
     link_delay_s: Annotated[
         float, option("SECONDS", "One way between proxies and leader", "--link-delay", min=0, max=60)
     ] = LINK_S,
+    link_jitter_s: Annotated[
+        float, option("SECONDS", "Longest time that this may take beyond", "--link-jitter", min=0, max=60)
+    ] = 0.0,
     link_loss: Annotated[float, option("SHARE", "Share of that which is lost and sent again", min=0, max=0.9)] = 0.0,
+    link_retransmit_s: Annotated[
+        float, option("SECONDS", "Time until what was lost is sent again", "--link-retransmit", min=0, max=60)
+    ] = RETRANSMIT_S,
+    message_cpu_s: Annotated[
+        float, option("SECONDS", "CPU time that a message costs the leader, to tell its share of a core", min=0)
+    ] = 0.0,
     json_file: take.Json = None,
     as_markdown: Annotated[bool, option(None, "Write the tables as Markdown", "--markdown")] = False,
 ) -> None:
@@ -133,7 +143,10 @@ def main(
             patience_s=patience_s,
             proxies=proxies,
             link_delay_s=link_delay_s,
+            link_jitter_s=link_jitter_s,
             link_loss=link_loss,
+            link_retransmit_s=link_retransmit_s,
+            message_cpu_s=message_cpu_s,
         )
         told.print(f"seed {seed}", highlight=False)
         study = _STUDIES[what]

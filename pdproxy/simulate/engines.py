@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Protocol
 
 from pdproxy.config.values import Role
 from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, Leg
-from pdproxy.kv_signals.board import KvBoard
 from pdproxy.simulate.batch import Batch, Sequence
+from pdproxy.simulate.calls import ENGINES
 from pdproxy.simulate.legs import StreamLeg, WholeLeg
 from pdproxy.simulate.messages import CANCEL, FACTS, Told, cancel_ask, decode_ask, encode, prefill_ask
 from pdproxy.simulate.prompts import Prompt, PromptQueue
@@ -25,6 +26,13 @@ from transfer import wire
 
 SIGN_OF_LIFE_S = 20.0
 """The seconds between two pieces of a long answer. The proxy takes a longer silence for a failure."""
+
+
+class Signals(Protocol):
+    """Signals is where decoders tell of KV."""
+
+    def deliver(self, signal: wire.Signal) -> None:
+        """Takes a signal. It never raises, and never waits."""
 
 
 class Engine(ABC):
@@ -175,7 +183,7 @@ class Prefiller(Engine):
 
     async def _wait_overhead(self) -> None:
         passed: asyncio.Future[None] = self.loop.create_future()
-        timer = self.loop.call_later(self.speed.overhead_s, passed.set_result, None)
+        timer = self.loop.call_later(self.speed.overhead_s, passed.set_result, None, context=ENGINES)
         try:
             self._waiting[passed] = None
             await passed
@@ -273,10 +281,10 @@ class Decoder(Engine):
 
     role: Role = "decode"
 
-    def __init__(self, name: str, speed: Speed, board: KvBoard, *, lease_s: float) -> None:
+    def __init__(self, name: str, speed: Speed, signals: Signals, *, lease_s: float) -> None:
         super().__init__(name, speed)
         self._lease_s = lease_s
-        self._board = board
+        self._signals = signals
         self.batch = Batch(speed)
         self.prompts = PromptQueue(speed, on_busy=self._reads)
         self._incoming: deque[Transfer] = deque()
@@ -336,7 +344,7 @@ class Decoder(Engine):
         transfer.began_at = now = self.loop.time()
         begins = max(self._link_free_at, now + self.speed.transfer_s)
         self._link_free_at = begins + self.speed.transfer_takes(transfer.num_tokens)
-        transfer.timer = self.loop.call_at(self._link_free_at, self._arrived, transfer)
+        transfer.timer = self.loop.call_at(self._link_free_at, self._arrived, transfer, context=ENGINES)
 
     def _arrived(self, transfer: Transfer) -> None:
         transfer.timer = None
@@ -385,7 +393,7 @@ class Decoder(Engine):
         return True
 
     def _tell(self, signal: wire.Signal) -> None:
-        self._board.deliver(signal)
+        self._signals.deliver(signal)
 
     # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -453,7 +461,7 @@ class Decoder(Engine):
     def _go_round(self) -> None:
         """Sets the timer for the next round; rounds go on as long as there is anything."""
         if self._round_timer is None:
-            self._round_timer = self.loop.call_later(SIGN_OF_LIFE_S, self._look_round)
+            self._round_timer = self.loop.call_later(SIGN_OF_LIFE_S, self._look_round, context=ENGINES)
 
     def _look_round(self) -> None:
         self._round_timer = None

@@ -1,6 +1,6 @@
 """The module says what goes wrong, and when: ``30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5``.
 
-Where there are several proxies, ``front-0`` may be killed, and the links of one or those of the ``leader`` stand still.
+Behind several proxies it may be a front (``front-0``), its link (``20 cut front-0 for 3``), or the ``leader``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdproxy.loadtest.fault_schedule import Fault, Grammar, check_names
+from pdproxy.loadtest.fault_schedule import Fault, FaultError, Grammar, check_names
 from pdproxy.simulate.engines import Engine
 from pdproxy.simulate.errors import SimulationError
 
-GRAMMAR = Grammar(("kill", "start", "freeze", "thaw", "slow"), ("kill", "freeze", "slow"))
+GRAMMAR = Grammar(("kill", "start", "freeze", "thaw", "slow", "cut", "mend"), ("kill", "freeze", "slow", "cut"))
 _STRAGGLERS = re.compile(r"(?P<share>0?\.\d+|1(?:\.0*)?|0)x(?P<by>\d+(?:\.\d+)?)")
 
 
@@ -26,20 +26,22 @@ def read_faults(text: str) -> list[Fault]:
     return sorted(faults, key=lambda fault: fault.at_s)
 
 
-def check_faults(faults: Sequence[Fault], whom: Mapping[str, Any]) -> None:
-    """Raises `FaultError` for somebody who does not exist, and `SimulationError` for what cannot happen to one."""
-    check_names(faults, whom)
+def check_faults(faults: Sequence[Fault], targets: Mapping[str, Any]) -> None:
+    """Raises `FaultError` for a fault of nobody, or of somebody to whom it cannot be done."""
+    check_names(faults, targets)
     for fault in faults:
-        if not hasattr(whom[fault.whom], fault.what):
-            raise SimulationError(f"faults: {fault.what} cannot happen to {fault.whom}")
+        target = targets[fault.whom]
+        if not hasattr(target, fault.what):
+            can = ", ".join(verb for verb in GRAMMAR.verbs if hasattr(target, verb))
+            raise FaultError(f"{fault}: that cannot be done to {fault.whom}, but {can}")
 
 
-async def do_faults(faults: Sequence[Fault], whom: Mapping[str, Any]) -> None:
-    """Does each fault at its time, to the one of its name."""
+async def do_faults(faults: Sequence[Fault], targets: Mapping[str, Any]) -> None:
+    """Does each fault at its time. A verb is the name of what its target does."""
     loop = asyncio.get_running_loop()
     for fault in faults:
         await asyncio.sleep(max(0.0, fault.at_s - loop.time()))
-        do = getattr(whom[fault.whom], fault.what)
+        do = getattr(targets[fault.whom], fault.what)
         if fault.what == "slow":
             do(fault.slowness)
         else:

@@ -42,6 +42,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.call_soon = agenda.call_soon  # type: ignore[assignment, method-assign]
         self.call_later = agenda.call_later  # type: ignore[assignment, method-assign]
         self.call_at = agenda.call_at  # type: ignore[assignment, method-assign]
+        self.freeze, self.thaw = agenda.freeze, agenda.thaw
 
     @property
     def num_callbacks(self) -> int:

@@ -11,6 +11,7 @@ import msgspec
 from pdproxy.config.settings import Settings
 from pdproxy.loadtest.fault_schedule import Fault
 from pdproxy.loadtest.slo import Slo
+from pdproxy.simulate.simulated_link import Weather
 from pdproxy.simulate.speed import Speed
 from pdproxy.simulate.traffic import Traffic
 
@@ -19,7 +20,8 @@ from pdproxy.simulate.traffic import Traffic
 class Plan:
     """Plan is one simulation. `num_warmup` requests come before those that count. A client that has no token after
     `patience_s` seconds leaves; None: it never does. For several `proxies` a leader admits, and what they and it say to
-    each other takes `link_delay_s` seconds one way, and a share `link_loss` of it has to be said again."""
+    each other takes `link_delay_s` seconds one way, and up to `link_jitter_s` more. A share `link_loss` of it is said
+    again after `link_retransmit_s`. Each message costs the leader `message_cpu_s` seconds of a core."""
 
     prefillers: int
     decoders: int
@@ -35,12 +37,25 @@ class Plan:
     patience_s: float | None = None
     proxies: int = 1
     link_delay_s: float = 0.0002
+    link_jitter_s: float = 0.0
     link_loss: float = 0.0
+    link_retransmit_s: float = 0.2
+    message_cpu_s: float = 0.0
 
     @property
     def name(self) -> str:
         several = f" behind {self.proxies} proxies" if self.proxies > 1 else ""
         return f"{self.prefillers}p{self.decoders}d{several}"
+
+    @property
+    def weather(self) -> Weather:
+        """Returns what the links between fronts and leader are like."""
+        return Weather(self.link_delay_s, self.link_jitter_s, self.link_loss, self.link_retransmit_s)
+
+    @property
+    def is_about_proxies(self) -> bool:
+        """Tells whether anything is done to proxies, or to what lies between them."""
+        return any(fault.whom == "leader" or fault.whom.startswith("front-") for fault in self.faults)
 
     def as_plain(self) -> dict[str, Any]:
         """Returns the plan for a JSON file."""
@@ -64,7 +79,13 @@ class Plan:
             "stragglers": self.stragglers or None,
             "patience_s": self.patience_s,
             **(
-                {"proxies": self.proxies, "link_delay_s": self.link_delay_s, "link_loss": self.link_loss}
+                {
+                    "proxies": self.proxies,
+                    "link_delay_s": self.link_delay_s,
+                    "link_jitter_s": self.link_jitter_s,
+                    "link_loss": self.link_loss,
+                    "link_retransmit_s": self.link_retransmit_s,
+                }
                 if self.proxies > 1
                 else {}
             ),

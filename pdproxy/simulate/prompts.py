@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+from pdproxy.simulate.calls import ENGINES
 from pdproxy.simulate.speed import Speed
 
 Finished = Callable[[], object]
@@ -160,7 +161,7 @@ class PromptQueue:
 
     def _go_on(self) -> None:
         self._began_at = self._loop.time()
-        self._timer = self._loop.call_later(self._left_s, self._end)
+        self._timer = self._loop.call_later(self._left_s, self._end, context=ENGINES)
 
     def _pause(self) -> None:
         if self._timer is not None:

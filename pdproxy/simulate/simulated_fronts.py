@@ -1,16 +1,16 @@
-"""Fronts under simulated time: the proxy's own fronts, each with its own mirror of the fleet, on a link to the leader
-that takes time.
+"""Fronts under simulated time: the proxy's own, each with a mirror of the fleet of its own, on a link to whoever leads.
 
-What must hold: whatever is granted on the leader's word alone has room at the engine, however late fronts and leader
-hear of each other. A violation would be seen as a transfer for which a decoder has no room (`num_without_room`).
+What must hold: whatever a leader has granted has room at the engine, however late fronts and leaders hear of each
+other, whoever stands still or ends. A violation would be seen as a transfer for which a decoder has no room
+(`Decoder.num_without_room`), or as something that is left when everybody has settled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping
+from math import inf
 from typing import Any, cast
 
 from pdproxy.admission.custody import Evidence
@@ -26,136 +26,73 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fronts import messages
-from pdproxy.fronts.channel import Handlers, Outbox
+from pdproxy.fronts.channel import Handlers
 from pdproxy.fronts.front_admission import FrontAdmission, no_leader
-from pdproxy.fronts.hub import Hub, Session, refused_by
+from pdproxy.fronts.hub import refused_by
 from pdproxy.fronts.mirror import Mirror, MirroredInstance
 from pdproxy.kv_signals.board import KvBoard
+from pdproxy.openai.request import GenerationRequest
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.simulate.adapter import SimulatedAdapter
+from pdproxy.simulate.client import SimulatedClient
+from pdproxy.simulate.process import Process
+from pdproxy.simulate.simulated_leader import BEATS, SimulatedLeader
+from pdproxy.simulate.simulated_link import Beat, Gone, Link, Network
 from pdproxy.telemetry.record import Observers, Outcome, RequestRecord
 from pdproxy.tokens.prompt_sizer import ByteSizer
 
-RESEND_S = 0.2
-"""The seconds after which what was lost is sent again, as TCP does it."""
 FRONT_DIED = "front_died"
-"""The error of the requests of a front that was killed."""
-GONE_AFTER = 1.25
-"""The terms of a lease after which a leader takes a silent front for gone: later than that front does itself."""
-
-
-class Line:
-    """`Line` is one direction of a link: what is sent arrives `delay_s` seconds later, in order, at `handlers`.
-    Messages of one moment travel together, as on a real link. A share `loss` of the batches, drawn with `dice`, has to
-    be sent again; what was sent behind them waits for them.
-
-    Mutable state: whether messages take no time, and do not count, as in the beginning; what is to be sent; how many
-    messages and batches of them were sent, and how many batches are under way; when the last of them arrives; which of
-    its lives the line is in; what has arrived while it stands still.
-    """
-
-    def __init__(self, delay_s: float, loss: float, dice: random.Random) -> None:
-        self.handlers: Handlers = {}
-        self.num_messages = self.num_batches = self.num_under_way = 0
-        self.is_instant = True
-        self._loop = asyncio.get_running_loop()
-        self._delay_s = delay_s
-        self._loss, self._dice = loss, dice
-        self._outbox = Outbox(self._carry)
-        self._free_at = 0.0
-        self._life = 0
-        self._late: list[list[Any]] | None = None
-        self.send: Callable[[Any], None] = self._outbox.send
-        self.send_soon: Callable[[Any], None] = self._outbox.send_soon
-        self.flush = self._outbox.flush
-
-    def _carry(self, batch: list[Any]) -> None:
-        if self.is_instant:
-            self._take(batch)
-            return
-        self.num_messages += len(batch)
-        self.num_batches += 1
-        self.num_under_way += 1
-        takes_s = self._delay_s
-        while self._loss and self._dice.random() < self._loss:
-            takes_s += RESEND_S
-        self._free_at = max(self._free_at, self._loop.time() + takes_s)
-        self._loop.call_at(self._free_at, self._arrive, batch, self._life)
-
-    def _arrive(self, batch: list[Any], life: int) -> None:
-        if life != self._life:
-            return
-        if self._late is not None:
-            self._late.append(batch)
-        else:
-            self.num_under_way -= 1
-            self._take(batch)
-
-    def _take(self, batch: list[Any]) -> None:
-        handlers = self.handlers
-        for message in batch:
-            handlers[type(message)](message)
-
-    def hold(self) -> None:
-        """Lets nothing arrive until `go_on`."""
-        self._late = [] if self._late is None else self._late
-
-    def go_on(self) -> None:
-        """Lets arrive what was held up."""
-        late, self._late = self._late or [], None
-        for batch in late:
-            self._arrive(batch, self._life)
-
-    def lose_all(self) -> None:
-        """Loses all that has not arrived."""
-        self._outbox.clear()
-        self._life += 1
-        self.num_under_way = 0
-        self._late = None
+"""The error of a request whose front was killed, or to which no front was left."""
 
 
 class SimulatedFront:
-    """`SimulatedFront` is one of `num_fronts` fronts, the one with this `number`, in front of the simulated engines
-    `clients`. It has a session at `hub` from the first moment on. It has to be made within the loop whose time it goes
-    by.
+    """SimulatedFront is one of `num_fronts` fronts, the one of this `name`, in a process of its own. It reaches
+    whoever leads over `network`, and the engines as `clients`. It has to be made within the loop whose time it goes by.
 
-    `adapter` and `known`, the instances' settings, are the leader's own: a thousand instances behind each of many
-    fronts should not be there in full for each of them.
+    `adapter` and `known`, the instances' settings, are shared by all fronts: a thousand instances behind each of many
+    should not be there in full for each of them. With `ttl_s`, its leases outlive the last sign of life that a leader
+    has answered for so many seconds; without, nobody can be lost.
+
+    Mutable state: the link and whoever is at its other end; until when a leader answers for its leases, and whether it
+    has noted the end of that time; the requests under way, with the tasks that serve them; whether it was killed.
     """
 
     def __init__(
         self,
         settings: Settings,
-        hub: Hub,
         *,
-        number: int,
+        name: str,
         num_fronts: int,
         clients: Mapping[str, EngineClient],
         known: Mapping[str, InstanceSettings],
         adapter: SimulatedAdapter,
-        delay_s: float,
-        loss: float,
+        network: Network,
+        ttl_s: float | None,
         seed: int,
     ) -> None:
-        clock = asyncio.get_running_loop().time
+        self._loop = loop = asyncio.get_running_loop()
+        clock = loop.time
         settings = settings.model_copy(update={"retry_min_per_s": part_of(settings.retry_min_per_s, num_fronts)})
-        dice = random.Random(f"{seed} link of front {number}")
-        self.up, self.down = Line(delay_s, loss, dice), Line(delay_s, loss, dice)
-        self._hub, self._lease_s = hub, settings.term_s / 3
-        self._is_held = self.is_alive = True
-        self._is_over = False
-        self._timers: list[asyncio.TimerHandle] = []
-        self.serving: dict[asyncio.Timeout, None] = {}
+        self.name = name
+        self.process = Process()
+        self.network = network
+        self.link: Link | None = None
+        self._leader: SimulatedLeader | None = None
+        self._ttl_s = ttl_s
+        self._held_until = inf if ttl_s is None else -inf
+        self._has_lapsed = False
+        self._serving: dict[asyncio.Task[None], RequestRecord] = {}
+        self.is_alive = True
         self.board = KvBoard(clock=clock)
-        router = make_router(settings, random.Random(f"{seed} routing at front {number}"))
+        router = make_router(settings, random.Random(f"{seed} routing at {name}"))
         self.admission = FrontAdmission(
             Kernel(router, is_limited=False),
             router,
-            self.up.send,
-            send_soon=self.up.send_soon,
-            is_held=lambda: self._is_held,
-            patience_s=settings.term_s,
+            self._say,
+            send_soon=self._say_soon,
             max_waiting=settings.max_queue,
+            is_held=lambda: clock() < self._held_until,
+            patience_s=settings.term_s,
             clock=clock,
         )
         self.pool = Pool(self.admission)
@@ -171,7 +108,7 @@ class SimulatedFront:
 
         def make(one: InstanceSettings, place: int) -> MirroredInstance:
             instance = cast(MirroredInstance, make_instance(known[one.name], False))
-            instance.mirrored_by(place, self.up.send, self.admission)
+            instance.mirrored_by(place, self._say, self.admission)
             return instance
 
         membership = Membership(self.pool, make_instance=_make_none, check=settings.check_instances)
@@ -191,13 +128,9 @@ class SimulatedFront:
             notify=str,
             clock=clock,
         )
-        self.down.handlers = self._handlers()
-        self.session = self._begin()
-        for line in (self.down, self.up):  # it has been there for long
-            line.flush()
-            line.is_instant = False
+        self._handlers = self._make_handlers()
 
-    def _handlers(self) -> Handlers:
+    def _make_handlers(self) -> Handlers:
         mirror, admission = self.mirror, self.admission
         return {
             messages.Joined: mirror.joined,
@@ -210,113 +143,115 @@ class SimulatedFront:
             messages.Scarce: lambda message: admission.scarce(),
             messages.Refused: lambda message: admission.refused(message.attempt, refused_by(message)),
             messages.Settled: lambda message: admission.settled(message.attempt, Evidence(message.evidence)),
+            Beat: self._answered,
+            Gone: lambda message: self._begin_anew(),
         }
 
-    def _begin(self) -> Session:
-        """Begins a session, in which the fleet is told first."""
-        assert self._hub.term is not None
-        self.mirror.begin()
-        self.admission.begin(self._hub.term)
-        session = self._hub.open(self.down.send)
-        self.up.handlers = session.handlers
-        return session
+    # ── the leader ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _say(self, message: Any) -> None:
+        if self.link is not None:
+            self.link.up.send(message)
+
+    def _say_soon(self, message: Any) -> None:
+        if self.link is not None:
+            self.link.up.send_soon(message)
 
     def _listed(self) -> None:
         self.mirror.listed()
         self.admission.listed()
 
-    # ── what happens to it ──────────────────────────────────────────────────────────────────────────────────────────
+    def know(self, leader: SimulatedLeader) -> None:
+        """Begins a session as a proxy has it that was there long before: the fleet is told in no time."""
+        link = self._reach(leader)
+        leader.open(link)
+        link.down.hand_over()
 
-    async def serve(self, served: Coroutine[Any, Any, None], record: RequestRecord) -> None:
-        """Serves a request to its end, or to that of the front, by which it has failed."""
+    def follow(self, leader: SimulatedLeader) -> None:
+        """Begins a session with whoever leads from now on."""
+        if self.is_alive and not leader.is_over:
+            self._reach(leader).up.send(messages.Hello(messages.PROTOCOL, 0))
+            self._beat()
+
+    def _reach(self, leader: SimulatedLeader) -> Link:
+        if self.link is not None:
+            self.link.end()
+        self._leader = leader
+        self.link = link = Link(self.network, self.process.context, leader.process.context)
+        link.down.handlers = self._handlers
+        leader.take(link)
+        self.mirror.begin()
+        self.admission.begin(leader.hub.term or 0)
+        return link
+
+    def _begin_anew(self) -> None:
+        assert self._leader is not None
+        self.follow(self._leader)
+
+    def _beat(self) -> None:
+        if self._ttl_s is not None:
+            self._say(Beat(self._loop.time()))
+
+    def _answered(self, beat: Beat) -> None:
+        assert self._ttl_s is not None
+        self._held_until = max(self._held_until, beat.sent_at + self._ttl_s)
+        self._has_lapsed = False
+
+    async def _keep_lease(self, ttl_s: float) -> None:
+        """Says that it lives, and notes when no leader has answered that in time."""
+        beat_at = 0.0
+        while True:
+            now = self._loop.time()
+            if now >= beat_at:
+                self._beat()
+                beat_at = now + ttl_s / BEATS
+            if now >= self._held_until and not self._has_lapsed:
+                self._has_lapsed = True
+                self.mirror.lapse(no_leader())
+                self.admission.lapse()
+            lapses_in_s = self._held_until - now
+            await asyncio.sleep(min(beat_at - now, lapses_in_s) if lapses_in_s > 0.0 else beat_at - now)
+
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        """Begins what goes on behind requests."""
+        self.process.begin(self.reaper.run())
+        if self._ttl_s is not None:
+            self._held_until = max(self._held_until, self._loop.time() + self._ttl_s)
+            self.process.begin(self._keep_lease(self._ttl_s))
+
+    async def serve(self, request: GenerationRequest, client: SimulatedClient, record: RequestRecord) -> None:
+        """Serves a request in the front's own process, which may stand still or be killed meanwhile."""
+        serving = self.process.begin(self.orchestrator.serve(request, client, record))
+        self._serving[serving] = record
         try:
-            async with asyncio.timeout(None) as serving:
-                self.serving[serving] = None
-                try:
-                    await served
-                finally:
-                    del self.serving[serving]
-        except TimeoutError:
-            record.outcome, record.error = Outcome.FAILED, FRONT_DIED
+            await serving
+        except asyncio.CancelledError:
+            if self.is_alive:
+                record.end(Outcome.CLIENT_GONE)  # perhaps before the front, which stood still, had seen it at all
+                raise
+        finally:
+            del self._serving[serving]
 
     def kill(self) -> None:
-        """Ends the front with all its requests. The leader takes it for gone when its lease is over. Idempotent."""
-        if self.is_alive:
-            self.is_alive = False
-            self._cancel_timers()
-            self._mute()
-            for serving in self.serving:
-                serving.reschedule(0.0)
-            self._after(GONE_AFTER * self._lease_s, self.session.close)
-
-    def freeze(self, *, is_leader_well: bool = True) -> None:
-        """Makes the link carry nothing until `thaw`. After a while the front knows that its lease is over, and the
-        leader, where it is well, takes it for gone. Idempotent."""
-        if self.is_alive and not self._timers:
-            self.up.hold()
-            self.down.hold()
-            self._after(self._lease_s, self._lapse)
-            if is_leader_well:
-                self._after(GONE_AFTER * self._lease_s, self._lose_session)
-
-    def thaw(self) -> None:
-        """Lets the link carry again what it held up; nothing of it where the session is over, and another begins."""
-        if not self._timers or not self.is_alive:
+        """Ends the process: its clients see their answers break off. Idempotent."""
+        if not self.is_alive:
             return
-        self._cancel_timers()
-        self._is_held = True
-        if self._is_over:
-            self._is_over = False
-            self.up.lose_all()
-            self.down.lose_all()
-            self.session = self._begin()
-        else:
-            self.up.go_on()
-            self.down.go_on()
-
-    def _lapse(self) -> None:
-        self._is_held = False
-        self.mirror.lapse(no_leader())
-        self.admission.lapse()
-
-    def _lose_session(self) -> None:
-        self._is_over = True
-        self.session.close()
-
-    def _mute(self) -> None:
-        """Lets nothing be said or heard here any more."""
-        for line in (self.up, self.down):
-            line.lose_all()
-            line.handlers = defaultdict(lambda: _ignore)
-
-    def _after(self, seconds: float, do: Callable[[], None]) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, do))
-
-    def _cancel_timers(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
+        self.is_alive = False
+        if self.link is not None:
+            self.link.end()
+        for record in self._serving.values():
+            lose(record)
+        self.process.kill()
 
     # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def num_messages(self) -> int:
-        """Returns how many messages there were, in both directions."""
-        return self.up.num_messages + self.down.num_messages
-
-    @property
-    def num_batches(self) -> int:
-        """Returns how many batches of messages there were, in both directions."""
-        return self.up.num_batches + self.down.num_batches
-
     def left(self) -> dict[str, int]:
-        """Returns what is not over yet, by what it is. What a front had that has ended is the leader's to settle."""
-        if not self.is_alive:
-            return {"attempts at the leader": self.session.num_attempts}
+        """Returns what is not over yet, by what it is."""
         return {
             "attempts held": self.admission.num_held,
             "attempts waiting": self.admission.num_waiting,
-            "attempts at the leader": self.session.num_attempts,
             "signals expected": self.board.statistics().num_open,
             "legs": sum(instance.num_legs for instance in self.pool.instances),
             "tokens queued": sum(instance.queued_tokens for instance in self.pool.instances),
@@ -325,31 +260,20 @@ class SimulatedFront:
 
     @property
     def is_settled(self) -> bool:
-        """Tells whether nothing is held here or at the leader, and no message on its way."""
+        """Tells whether nothing is held here, and no message on its way."""
         if not self.is_alive:
-            return self.session.num_attempts == 0
-        is_under_way = self.up.num_under_way or self.down.num_under_way
-        return not (is_under_way or self.admission.num_held or self.session.num_attempts)
+            return True
+        is_quiet = self._ttl_s is not None or self.link is None or self.link.is_quiet
+        return is_quiet and not self.admission.num_held
+
+    def __repr__(self) -> str:
+        return f"<SimulatedFront {self.name}{'' if self.is_alive else ', dead'}>"
 
 
-class Fronts:
-    """`Fronts` stands for what happens to the leader of all these `fronts`: it may stand still."""
-
-    def __init__(self, fronts: Sequence[SimulatedFront]) -> None:
-        self._fronts = fronts
-
-    def freeze(self) -> None:
-        """Lets no link carry anything until `thaw`. Who stands still takes nobody for gone."""
-        for front in self._fronts:
-            front.freeze(is_leader_well=False)
-
-    def thaw(self) -> None:
-        """Lets all links carry again what they held up."""
-        for front in self._fronts:
-            front.thaw()
-
-
-def _ignore(message: Any) -> None: ...
+def lose(record: RequestRecord) -> None:
+    """Notes that nobody serves a request any more."""
+    record.error = FRONT_DIED
+    record.end(Outcome.FAILED)
 
 
 def _make_none(one: InstanceSettings) -> Instance:

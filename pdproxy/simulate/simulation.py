@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from pdproxy.errors import IntegrityError
 from pdproxy.openai.request import COMPLETIONS
 from pdproxy.server.process_memory import use_large_pages
 from pdproxy.simulate import loop as virtual
@@ -93,9 +94,9 @@ class Simulation:
             plan.prefillers,
             plan.decoders,
             plan.seed,
-            proxies=plan.proxies,
-            link_delay_s=plan.link_delay_s,
-            link_loss=plan.link_loss,
+            num_proxies=plan.proxies,
+            weather=plan.weather,
+            can_be_lost=plan.is_about_proxies,
         )
         self._stragglers = slow_some(plan.stragglers, self._fleet.engines, plan.seed)
         self._session_header = plan.settings.session_header.lower()
@@ -112,14 +113,19 @@ class Simulation:
         anything is left at the end."""
         plan, fleet = self._plan, self._fleet
         check_faults(plan.faults, fleet.whom)
-        async with fleet.running(is_probed=bool(plan.faults)), asyncio.TaskGroup() as doing:
-            faults = doing.create_task(do_faults(plan.faults, fleet.whom))
-            if plan.traffic.clients:
-                await self._ask_in_turn()
-            else:
-                await self._ask_all()
-            faults.cancel()
-        fleet.check_idle()
+        try:
+            async with fleet.running(is_probed=bool(plan.faults)), asyncio.TaskGroup() as doing:
+                faults = doing.create_task(do_faults(plan.faults, fleet.whom))
+                if plan.traffic.clients:
+                    await self._ask_in_turn()
+                else:
+                    await self._ask_all()
+                faults.cancel()
+            fleet.check_idle()
+            if num_open := self.figures.outcomes[Outcome.RUNNING]:
+                raise IntegrityError(f"{num_open} requests ended without an outcome")
+        finally:
+            fleet.close()
         return self._result(time.perf_counter() - began)
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -258,14 +264,17 @@ class Simulation:
 
     def _fronts(self) -> dict[str, Any]:
         """Returns what passed between fronts and leader, and whether it was enough to keep pages apart."""
-        fronts, num_requests = self._fleet.fronts, self._plan.num_requests
-        if not fronts:
+        proxies, plan = self._fleet.proxies, self._plan
+        if proxies is None:
             return {}
+        cpu_s, asked_s = proxies.num_messages * plan.message_cpu_s, self._last_due
         return {
-            "proxies": len(fronts),
-            "messages_per_request": _rounded(sum(front.num_messages for front in fronts) / num_requests),
-            "batches_per_request": _rounded(sum(front.num_batches for front in fronts) / num_requests),
-            "without_room": sum(one.num_without_room for one in self._fleet.decoders.values()),
+            "proxies": plan.proxies,
+            "messages_per_request": _rounded(proxies.num_messages / plan.num_requests),
+            "batches_per_request": _rounded(proxies.num_batches / plan.num_requests),
+            "without_room": self._fleet.num_without_room,
+            "leaders": proxies.num_leaders,
+            "leader_core_share": _rounded(cpu_s / asked_s) if cpu_s and asked_s else None,
         }
 
     def _busy_shares(self) -> dict[str, Any]:

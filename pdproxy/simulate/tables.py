@@ -59,6 +59,9 @@ def fleet_rows(result: Result) -> Rows:
     if fronts := result.fronts:
         rows.append(["messages per request", number(fronts["messages_per_request"])])
         rows.append(["transfers without room", str(fronts["without_room"])])
+        rows.append(["leaders", str(fronts["leaders"])])
+        if fronts["leader_core_share"] is not None:
+            rows.append(["the leader's core", share(fronts["leader_core_share"])])
     plain = figures.as_plain()
     for one in plain.get("slo", []):
         rows.append([one["objective"], "met" if one["is_met"] else "missed"])
