@@ -155,15 +155,15 @@ class Breaker:
             self._num_probes += 1
             self.on_change()
 
-    def succeeded(self, era: int) -> None:
-        """Notes that the leg that was started in `era` did what it should."""
+    def succeeded(self, era: int, times: int = 1) -> None:
+        """Notes that a leg that was started in `era`, or several of them, did what it should."""
         if era != self._era or self.state is OPEN:
             return  # no vote
         if self.state is HALF_OPEN:
             self.reset()
         else:
             self._consecutive_faults = 0
-            self._outcomes.count(0, self._clock())
+            self._outcomes.count(0, self._clock(), times)
 
     def failed(self, era: int) -> None:
         """Notes that the leg that was started in `era` met a fault: no connection, a broken one, a 5xx other than 503,
@@ -281,15 +281,15 @@ class _Outcomes:
         self._last = [0, 0, 0]
         self._ends_at = -math.inf
 
-    def count(self, num_faults: int, now: float) -> None:
-        """Adds one outcome; `num_faults` is 1 where it was a fault, else 0."""
+    def count(self, num_faults: int, now: float, num_outcomes: int = 1) -> None:
+        """Adds outcomes, of which `num_faults` were faults."""
         if now >= self._ends_at:
             number = int(now // self._bucket_s)
             self._ends_at = (number + 1) * self._bucket_s
             self._last = [number, 0, 0]
             self._buckets.append(self._last)
         self._last[1] += num_faults
-        self._last[2] += 1
+        self._last[2] += num_outcomes
 
     def within(self, window_s: float, now: float) -> tuple[int, int]:
         """Returns the numbers of faults and of outcomes within the last `window_s` seconds, exact to one piece."""

@@ -519,6 +519,12 @@ class Instance(Place):
     def queue(self, num_tokens: int) -> None:
         """Adds `num_tokens` prompt tokens, or takes them off where negative, to those that wait for prefill;
         `Prefilling` calls it."""
+        self.loaded(0, num_tokens)
+
+    def loaded(self, num_legs: int, num_tokens: int) -> None:
+        """Adds legs, and prompt tokens that wait for prefill, or takes them off where negative. The breaker is told of
+        legs by whoever counts them so."""
+        self.num_legs += num_legs
         self.queued_tokens += num_tokens
         if self.watched_by:
             self.touch()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -29,17 +29,42 @@ SOON_S = 0.005
 """The longest time in seconds that a message waits for others which may wait a moment."""
 
 
+class Line(Protocol):
+    """`Line` takes messages for the other process. What is sent while nobody can hear it is lost."""
+
+    def send(self, message: Any) -> None:
+        """Sends a message, with all others of this turn. Never waits."""
+        ...
+
+    def send_soon(self, message: Any) -> None:
+        """Sends a message that may wait a moment for others. Never waits."""
+        ...
+
+    @property
+    def frame(self) -> object:
+        """The identity of the frame that is sent next. As long as it stays the same, a message in it may still
+        change."""
+        ...
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """The bytes that the other process has not taken yet."""
+        ...
+
+
 class Outbox:
     """`Outbox` collects messages, and calls `write` with all of them, in order, at the end of the turn.
 
-    Mutable state: the messages; whether they go at the end of this turn; the timer of those that may wait a moment.
+    Mutable state: the messages; the number of their frame; whether they go at the end of this turn; the timer of those
+    that may wait a moment.
     """
 
-    __slots__ = ("_is_due", "_messages", "_timer", "_write")
+    __slots__ = ("_is_due", "_messages", "_timer", "_write", "frame")
 
     def __init__(self, write: Callable[[list[Any]], object]) -> None:
         self._write = write
         self._messages: list[Any] = []
+        self.frame = 0
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -67,13 +92,15 @@ class Outbox:
     def flush(self) -> None:
         """Sends now what there is."""
         self._is_due = False
-        messages, self._messages = self._messages, []
-        if messages:
+        if messages := self._messages:
+            self._messages = []
+            self.frame += 1
             self._write(messages)
 
     def clear(self) -> None:
         """Forgets what was not sent."""
         self._messages.clear()
+        self.frame += 1
 
 
 class Frames(asyncio.Protocol):
@@ -123,8 +150,8 @@ class Frames(asyncio.Protocol):
 class Channel(Frames):
     """`Channel` decodes messages of the union `incoming`, and calls what `handlers` has for the class of each.
 
-    `on_lost` is called once, with the reason, when the connection is over; nothing is sent any more then. Mutable
-    state: the transport, once connected; what is to be sent.
+    `on_lost` is called once, with the reason, when the connection is over; nothing is sent any more then. Implements
+    `Line`. Mutable state: the transport, once connected; what is to be sent.
     """
 
     def __init__(self, incoming: Any, on_lost: Callable[[str], object]) -> None:
@@ -184,6 +211,11 @@ class Channel(Frames):
         if self._transport is not None:
             self._outbox.flush()
             self._transport.close()
+
+    @property
+    def frame(self) -> object:
+        """The number of the frame that is sent next."""
+        return self._outbox.frame
 
     @property
     def num_unsent_bytes(self) -> int:

@@ -27,7 +27,6 @@ import msgspec
 from fastapi import FastAPI
 
 from pdproxy import assemble as parts
-from pdproxy.admission.custody import Evidence
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.retry_budget import part_of
 from pdproxy.aio.descriptors import DescriptorBudget
@@ -44,11 +43,10 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fronts import messages
-from pdproxy.fronts.channel import LENGTH, Channel
+from pdproxy.fronts.channel import LENGTH, Channel, Handlers, Line
 from pdproxy.fronts.forward import Forward
-from pdproxy.fronts.front_admission import FrontAdmission, no_leader
+from pdproxy.fronts.front_admission import FrontAdmission
 from pdproxy.fronts.handshake import Lead, Peer, tls_contexts
-from pdproxy.fronts.hub import refused_by
 from pdproxy.fronts.link import Link
 from pdproxy.fronts.mirror import Mirror, MirroredInstance
 from pdproxy.ids import fresh_id
@@ -122,18 +120,16 @@ def assemble_front(
         link = Link(
             messages.FromLeader,
             front=peer,
-            on_begin=lambda term: begin(term),
-            on_lapse=lambda: lapse(),
+            on_begin=lambda term: mirror.begin(term),
+            on_lapse=lambda: mirror.lapse(),
             tls=replica_tls(settings)[1],
             clock=since_boot,
         )
-    to_leader: Channel | Link = channel if link is None else link
+    to_leader: Line = channel if link is None else link
     admission = FrontAdmission(
         Kernel(router, is_limited=False),
         router,
-        to_leader.send,
-        send_soon=to_leader.send_soon,
-        num_unsent_bytes=lambda: to_leader.num_unsent_bytes,
+        to_leader,
         is_held=(lambda: True) if link is None else lambda: link.is_held,
         patience_s=None if link is None else settings.term_s,
         max_waiting=settings.max_queue,
@@ -145,7 +141,7 @@ def assemble_front(
 
     def make(one: InstanceSettings, place: int) -> MirroredInstance:
         instance = cast(MirroredInstance, make_instance(one, False))
-        instance.mirrored_by(place, to_leader.send, admission)
+        instance.mirrored_by(place, admission)
         if instance.adapter.traits.ready is KvReady.ENGINES:  # then both legs are sent at once
             descriptors.legs_per_request = 2
         signals.hear(instance)
@@ -244,14 +240,6 @@ def assemble_front(
             present={"status": status.present(), "traffic": traffic.present(), "metrics": metrics.present()},
         )
 
-    def begin(term: int) -> None:
-        mirror.begin()
-        admission.begin(term)
-
-    def listed() -> None:
-        mirror.listed()
-        admission.listed()
-
     def signalled(message: messages.Signal) -> None:
         signal = decode_signal(message.frame)
         if board.knows(signal):
@@ -259,24 +247,8 @@ def assemble_front(
         elif message.is_to_be_told:
             to_leader.send(messages.Heard(message.frame))
 
-    def lapse() -> None:
-        mirror.lapse(no_leader())
-        admission.lapse()
-
     end.front = front
-    from_leader: dict[type, Callable[[Any], object]] = {
-        messages.Joined: mirror.joined,
-        messages.Listed: lambda message: listed(),
-        messages.Left: mirror.left,
-        messages.Facts: mirror.facts,
-        messages.State: mirror.state,
-        messages.Tokenizer: mirror.tokenizer,
-        messages.Granted: mirror.granted,
-        messages.Scarce: lambda message: admission.scarce(),
-        messages.Refused: lambda message: admission.refused(message.attempt, refused_by(message)),
-        messages.Settled: lambda message: admission.settled(message.attempt, Evidence(message.evidence)),
-        messages.Signal: signalled,
-    }
+    from_leader: Handlers = {**mirror.handlers, messages.Signal: signalled}
     from_parent: dict[type, Callable[[Any], object]] = {
         messages.ReportNow: lambda message: channel.send(messages.Report(message.number, figures())),
         messages.Leave: lambda message: orchestrator.leave(),
@@ -284,7 +256,7 @@ def assemble_front(
         messages.Signal: signalled,
     }
     if link is None:
-        channel.handlers = from_parent | from_leader
+        channel.handlers = {**from_parent, **from_leader}
     else:
         link.handlers = from_leader
 

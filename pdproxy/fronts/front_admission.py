@@ -29,6 +29,7 @@ from pdproxy.errors import NotReady, ProxyError, QueueFull, QueueTimeout
 from pdproxy.fleet.routing.candidate import NO_HINTS
 from pdproxy.fleet.routing.router import Router
 from pdproxy.fronts import messages
+from pdproxy.fronts.channel import Line
 
 RETRY_AFTER_S = 1.0
 SILENCE_S = 1.0
@@ -37,19 +38,18 @@ SILENCE_S = 1.0
 MAX_UNSENT_BYTES = 8 << 20
 """The bytes that may wait for a leader which stands still, before new requests are refused."""
 
-Send = Callable[[Any], None]
-
 
 class Held:
     """`Held` is what an attempt holds and uses that was granted: as much as a leader must know that has not granted it.
 
-    Mutable state: the lease, if there is one; for which of its two places it still has a use; the errand that frees its
-    pages if this front ends; how it was abandoned, and when.
+    Mutable state: the lease, if there is one; for which of its two places it still has a use; what was last said of its
+    end, and in which frame; the errand that frees its pages if this front ends; how it was abandoned, and when.
     """
 
     __slots__ = (
         "abandoned",
         "abandoned_at",
+        "ending",
         "guard",
         "lease",
         "model",
@@ -66,6 +66,7 @@ class Held:
         self.lease = lease
         self.uses_owner = self.uses_peer = True
         self.guard: messages.Errand | None = None
+        self.ending: tuple[object, messages.Free | messages.Unbound] | None = None
         self.abandoned: messages.Abandon | None = None
         self.abandoned_at = 0.0
 
@@ -75,7 +76,7 @@ class Held:
 
 
 class FrontAdmission(Admission):
-    """`FrontAdmission` asks the leader for every grant, with `send`, and tells it of every lease.
+    """`FrontAdmission` asks the leader for every grant, over `line`, and tells it of every lease.
 
     Mutable state, besides that of `Admission`: whether there is a leader that knows this front, and whether anybody
     waits there; the demands that wait, by attempt, and those of them that no leader has heard of; what was granted and
@@ -86,24 +87,20 @@ class FrontAdmission(Admission):
         self,
         kernel: Kernel,
         router: Router,
-        send: Send,
+        line: Line,
         *,
-        send_soon: Send | None = None,
-        num_unsent_bytes: Callable[[], int] = int,
         is_held: Callable[[], bool] = lambda: True,
         patience_s: float | None = None,
         max_waiting: int = 1024,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes `send_soon`, which sends what may wait a moment for others; `num_unsent_bytes`, which returns how much
-        of what was sent the leader has not taken yet; and `is_held`, which tells whether a leader answers for this
-        front's leases at this moment. Where one leader may follow another, demands wait for the next one for
-        `patience_s` seconds, and at most `max_waiting` of them."""
+        """Takes `is_held`, which tells whether a leader answers for this front's leases at this moment. Where a leader
+        may follow another, demands wait for the next one for `patience_s` seconds, and at most `max_waiting` of
+        them."""
         super().__init__(kernel, clock=clock)
         self._router = router
-        self._send = send
-        self.send_soon = send_soon or send
-        self._num_unsent_bytes = num_unsent_bytes
+        self.line = line
+        self._send, self._send_soon = line.send, line.send_soon
         self._is_held = is_held
         self._patience_s = patience_s
         self._max_waiting = max_waiting
@@ -128,7 +125,7 @@ class FrontAdmission(Admission):
         has_leader = self.has_leader
         if not has_leader and self._patience_s is None:
             raise no_leader()
-        if self._num_unsent_bytes() > MAX_UNSENT_BYTES:
+        if self.line.num_unsent_bytes > MAX_UNSENT_BYTES:
             message = "the process that admits requests does not answer; try again later"
             raise NotReady(message, retry_after_s=RETRY_AFTER_S)
         if not self._is_known and len(self._asked) >= self._max_waiting:
@@ -215,9 +212,7 @@ class FrontAdmission(Admission):
         demand = self._asked.pop(attempt, None)
         wanted = None if demand is None else demand.pages_at(owner.shape)
         if demand is None or (pages and wanted is None):
-            self._send(messages.Free(attempt, Custody.RESERVED, Evidence.NEVER_SENT))
-            self._send(messages.Unbound(attempt, True))
-            self._send(messages.Unbound(attempt, False))
+            self._send(messages.Free(attempt, Custody.RESERVED, Evidence.NEVER_SENT, owner=True, peer=True))
             if demand is not None:
                 self._ask(demand, self._clock(), is_again=True)
             return
@@ -344,27 +339,34 @@ class FrontAdmission(Admission):
         """Tells the leader. Raises `NotReady` where none has answered for so long that the pages may be another's."""
         if not self._is_held():
             raise no_leader()
-        errand = guard()
-        message = messages.Sent(lease.attempt, None if errand is None else _errand(errand))
-        if (held := self._held.get(lease.attempt)) is not None:
-            held.guard = message.guard
-        # Without a guard nothing depends on it if this process ends in the next moment.
-        send = self.send_soon if errand is None else self._send
-        send(message)
+        call = guard()
+        if call is not None:
+            errand = _errand(call)
+            if (held := self._held.get(lease.attempt)) is not None:
+                held.guard = errand
+            self._send(messages.Sent(lease.attempt, errand))
 
     def free(self, lease: Lease, evidence: Evidence) -> None:
         custody = lease.custody
         super().free(lease, evidence)
         held = self._held.get(lease.attempt)
         if held is not None and custody is not Custody.RETURNED:
-            send = self._send if self._is_scarce else self.send_soon
-            send(messages.Free(lease.attempt, custody, evidence))
+            message = messages.Free(lease.attempt, custody, evidence)
+            self._send_pages(message)
+            held.ending = (self.line.frame, message)
             self._forget_if_over(lease.attempt, held)
 
     def shrink(self, lease: Lease, pages: int) -> None:
         if pages < lease.pages:
-            self._send(messages.Shrink(lease.attempt, pages))
+            self._send_pages(messages.Shrink(lease.attempt, pages))
         super().shrink(lease, pages)
+
+    def _send_pages(self, message: Any) -> None:
+        """Tells of pages that are free: at once where somebody waits for pages."""
+        if self._is_scarce:
+            self._send(message)
+        else:
+            self._send_soon(message)
 
     def abandon(self, lease: Lease, way: Way) -> None:
         custody = lease.custody
@@ -398,9 +400,19 @@ class FrontAdmission(Admission):
 
     def unbound(self, attempt: str, *, is_owner: bool) -> None:
         """Takes note that the attempt has no use any more for one of its two places."""
-        self.send_soon(messages.Unbound(attempt, is_owner))
         held = self._held.get(attempt)
+        frame, ending = self.line.frame, None if held is None else held.ending
+        if ending is not None and ending[0] == frame:  # what was said of its end has not been sent yet
+            message = ending[1]
+        else:
+            message = messages.Unbound(attempt, owner=False, peer=False)
+            self._send_soon(message)
+        if is_owner:
+            message.owner = True
+        else:
+            message.peer = True
         if held is not None:
+            held.ending = (frame, message)
             if is_owner:
                 held.uses_owner = False
             else:

@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any
@@ -144,18 +143,12 @@ class FrontAttempt:
         return f"<FrontAttempt {self.id}>"
 
 
-@dataclass(frozen=True, slots=True)
-class _Leg:
-    instance: Instance
-    era: int
-
-
 class Session:
     """`Session` is one front, as the leader knows it. `send` reaches it.
 
     Mutable state: its attempts by id; what was said of attempts whose pages it claims, as long as their owner has not
-    been heard of; its legs under way, by place and number; the prompt tokens that wait for their prefill, by instance;
-    what it was told last of each instance.
+    been heard of; its legs under way, and its prompt tokens that wait for their prefill, by instance; the breaker's
+    eras of its trials, by place and number; what it was told last of each instance.
     """
 
     def __init__(self, hub: Hub, send: Send) -> None:
@@ -163,8 +156,9 @@ class Session:
         self._send = send
         self._early: dict[str, list[Any]] = {}
         self._attempts: dict[str, FrontAttempt] = {}
-        self._legs: dict[tuple[int, int], _Leg] = {}
-        self._queued: dict[Instance, int] = {}
+        self._num_legs: dict[Instance, int] = {}
+        self._num_tokens: dict[Instance, int] = {}
+        self._trials: dict[tuple[int, int], int] = {}
         self._told: dict[int, tuple[Any, Any, Any]] = {}
         self.handlers: Handlers = {
             messages.Ask: self.ask,
@@ -176,9 +170,9 @@ class Session:
             messages.Abandon: self.abandon,
             messages.Hurry: self.hurry,
             messages.Unbound: self.unbound,
-            messages.LegStarted: self.leg_started,
+            messages.Load: self.load,
+            messages.Trial: self.trial,
             messages.LegFinished: self.leg_finished,
-            messages.Queued: self.queued,
             messages.Suspect: self.suspect,
             messages.Blame: self.blame,
             messages.Wanted: self.wanted,
@@ -357,8 +351,7 @@ class Session:
         attempt = self._attempts.get(message.attempt)
         if self._is_early(message) or attempt is None or not attempt.has_lease:
             return
-        if message.guard is not None:
-            attempt.guard = _release_call(message.guard)
+        attempt.guard = _release_call(message.guard)
         _advance(attempt.lease, _FILLING)
 
     def shrink(self, message: messages.Shrink) -> None:
@@ -370,16 +363,14 @@ class Session:
     def free(self, message: messages.Free) -> None:
         """Frees an attempt's pages by what the front has seen."""
         attempt = self._attempts.get(message.attempt)
-        if self._is_early(message) or attempt is None or not attempt.has_lease:
+        if self._is_early(message) or attempt is None:
             return
-        lease = attempt.lease
-        if lease.is_returned:
-            return
-        _advance(lease, _CUSTODIES[message.custody])
-        evidence = _EVIDENCES[message.evidence]
-        if evidence in PROOFS[lease.custody] or lease.custody is not _ORPHANED:
-            self._hub.admission.free(lease, evidence)
-        self._forget_if_over(attempt)
+        if attempt.has_lease and not (lease := attempt.lease).is_returned:
+            _advance(lease, _CUSTODIES[message.custody])
+            evidence = _EVIDENCES[message.evidence]
+            if evidence in PROOFS[lease.custody] or lease.custody is not _ORPHANED:
+                self._hub.admission.free(lease, evidence)
+        self.unbound(message)
 
     def abandon(self, message: messages.Abandon) -> None:
         """Hands an attempt's pages to the reaper."""
@@ -422,12 +413,14 @@ class Session:
             self._send(messages.Settled(attempt.id, evidence))
             self._forget_if_over(attempt)
 
-    def unbound(self, message: messages.Unbound) -> None:
-        """Notes that an attempt has no use any more for one of its places."""
+    def unbound(self, message: messages.Unbound | messages.Free) -> None:
+        """Notes for which of its places an attempt has no use any more."""
         attempt = self._attempts.get(message.attempt)
-        if attempt is not None and attempt.grant is not None and message.is_owner in attempt.bound:
-            self._unbind(attempt, message.is_owner)
-            self._forget_if_over(attempt)
+        if attempt is None:
+            return
+        for is_owner in attempt.bound & {is_owner for is_owner in (True, False) if _lets_go(message, is_owner)}:
+            self._unbind(attempt, is_owner)
+        self._forget_if_over(attempt)
 
     def _unbind(self, attempt: FrontAttempt, is_owner: bool) -> None:
         assert attempt.grant is not None
@@ -441,24 +434,30 @@ class Session:
 
     # ── legs ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def leg_started(self, message: messages.LegStarted) -> None:
-        """Notes a leg that begins."""
+    def load(self, message: messages.Load) -> None:
+        """Notes what has changed of an instance's load."""
         if (instance := self._hub.at(message.place)) is not None:
-            era = instance.leg_started(message.attempt)
-            self._legs[message.place, message.leg] = _Leg(instance, era)
+            num_legs = message.num_sent - message.num_ok
+            if num_legs or message.num_tokens:
+                instance.loaded(num_legs, message.num_tokens)
+                _add(self._num_legs, instance, num_legs)
+                _add(self._num_tokens, instance, message.num_tokens)
+            if message.num_ok:
+                instance.breaker.succeeded(message.era, message.num_ok)
+
+    def trial(self, message: messages.Trial) -> None:
+        """Notes a leg that probes an instance."""
+        if (instance := self._hub.at(message.place)) is not None:
+            self._trials[message.place, message.leg] = instance.leg_started(message.attempt)
+            _add(self._num_legs, instance, 1)
 
     def leg_finished(self, message: messages.LegFinished) -> None:
         """Notes how a leg has ended."""
-        if (leg := self._legs.pop((message.place, message.leg), None)) is not None:
-            leg.instance.leg_finished(leg.era, message.outcome)
-
-    def queued(self, message: messages.Queued) -> None:
-        """Notes prompt tokens that wait for their prefill, or do so no longer."""
         if (instance := self._hub.at(message.place)) is not None:
-            instance.queue(message.num_tokens)
-            self._queued[instance] = self._queued.get(instance, 0) + message.num_tokens
-            if not self._queued[instance]:
-                del self._queued[instance]
+            # A trial of which this leader has not heard was begun under another one: it votes in no era.
+            era = self._trials.pop((message.place, message.leg), -1) if message.leg else message.era
+            instance.leg_finished(era, message.outcome)
+            _add(self._num_legs, instance, -1)
 
     def suspect(self, message: messages.Suspect) -> None:
         """Has an instance looked at, with or without a fault that speaks against it."""
@@ -496,12 +495,12 @@ class Session:
         if not self._hub.remove(self) or not self._hub.may_grant():
             return
         self._early.clear()
-        for leg in self._legs.values():
-            leg.instance.leg_finished(leg.era, "closed")
-        self._legs.clear()
-        for instance, num_tokens in self._queued.items():
-            instance.queue(-num_tokens)
-        self._queued.clear()
+        for instance, num_legs in self._num_legs.items():
+            instance.loaded(-num_legs, 0)
+        for instance, num_tokens in self._num_tokens.items():
+            instance.loaded(0, -num_tokens)
+        for loads in (self._num_legs, self._num_tokens, self._trials):
+            loads.clear()
         attempts = list(self._attempts.values())
         waiting = [attempt for attempt in attempts if attempt.grant is None]
         for attempt in waiting:
@@ -704,6 +703,19 @@ def _pages(sizes: Mapping[int, int | None], numbers: Mapping[Any, int], shape: S
     be taken as a whole, until the front has told more."""
     number = numbers.get(shape, 0)
     return sizes[number] if number in sizes else max(1, shape.facts.num_pages)
+
+
+def _lets_go(message: messages.Unbound | messages.Free, is_owner: bool) -> bool:
+    return message.owner if is_owner else message.peer
+
+
+def _add(sums: dict[Instance, int], instance: Instance, number: int) -> None:
+    """Adds to a sum. One that has become 0 is forgotten."""
+    total = sums.get(instance, 0) + number
+    if total:
+        sums[instance] = total
+    else:
+        sums.pop(instance, None)
 
 
 def _advance(lease: Lease, custody: Custody) -> None:

@@ -139,6 +139,11 @@ class Link:
         if self._end is not None:
             self._end.send_soon(message)
 
+    @property
+    def frame(self) -> object:
+        """The identity of the frame that is sent next, in this session."""
+        return object() if self._end is None else (self._session, self._end.frame)
+
     def follow(self, lead: Lead | None) -> None:
         """Follows a leader. One of a lower term is ignored. One of a higher term ends the session at once; the lease
         runs on by its clock. With None no leader is known: no connection is made, and one that is there stays."""

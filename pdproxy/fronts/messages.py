@@ -14,7 +14,7 @@ import msgspec
 from pdproxy.engines.info import EngineInfo
 from pdproxy.telemetry.figures import Figures
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The number of this set of messages. Both ends must have the same."""
 LAST = 1 << 62
 """The number of a front's last report, which nobody has asked for: all that it did is over."""
@@ -79,10 +79,11 @@ class Errand(_Message, tag=4):
 
 
 class Sent(_Message, tag=5):
-    """The attempt's prefill leg is about to be sent. `guard` frees its pages should the front end before it does."""
+    """The attempt's prefill leg is about to be sent. `guard` frees its pages should the front end before it does. Where
+    the engines have no such call, this message is left out."""
 
     attempt: str
-    guard: Errand | None
+    guard: Errand
 
 
 class Shrink(_Message, tag=6):
@@ -90,12 +91,23 @@ class Shrink(_Message, tag=6):
     pages: int
 
 
+class Unbound(_Message, tag=10):
+    """The attempt has no use any more for the owner of its pages, for its peer, or for both."""
+
+    attempt: str
+    owner: bool
+    peer: bool
+
+
 class Free(_Message, tag=7):
-    """The attempt's pages are free. They were in the state `custody`, and `evidence` proves it."""
+    """The attempt's pages are free. They were in the state `custody`, and `evidence` proves it. The rest is as in
+    `Unbound`: most attempts end all at once."""
 
     attempt: str
     custody: str
     evidence: str
+    owner: bool = False
+    peer: bool = False
 
 
 class Abandon(_Message, tag=8):
@@ -116,31 +128,35 @@ class Hurry(_Message, tag=9):
     attempt: str
 
 
-class Unbound(_Message, tag=10):
-    """The attempt has no use any more for one of its two instances."""
+class Load(_Message, tag=13):
+    """Sums up what has changed at a place: legs that were sent, and those of them or of earlier ones that ended well;
+    prompt tokens that wait for their prefill, fewer where the number is negative. All legs were sent in the breaker's
+    era `era`, while it was closed."""
 
-    attempt: str
-    is_owner: bool
-
-
-class LegStarted(_Message, tag=11):
-    leg: int
     place: int
+    era: int
+    num_sent: int
+    num_ok: int
+    num_tokens: int
+
+
+class Trial(_Message, tag=11):
+    """A leg of the attempt is sent while the breaker is not closed, so that it is a probe. `leg` is its number, which
+    is above 0."""
+
+    place: int
+    leg: int
     attempt: str
 
 
 class LegFinished(_Message, tag=12):
+    """A trial has ended; or a leg that `Load` told of, and was sent in the era `era`, has not ended well. Then `leg` is
+    0. `outcome` is as in `telemetry.record.Observer.leg_finished`."""
+
+    place: int
     leg: int
-    place: int
+    era: int
     outcome: str
-
-
-class Queued(_Message, tag=13):
-    """The prompt tokens that wait for their prefill at a place are so many more, or fewer where the number is
-    negative."""
-
-    place: int
-    num_tokens: int
 
 
 class Suspect(_Message, tag=14):
@@ -288,7 +304,7 @@ class Granted(_Message, tag=37):
 
 
 class Scarce(_Message, tag=48):
-    """Somebody waits from now on, so that pages should come back at once."""
+    """Tells that somebody waits from now on, so that whoever has free pages should say so at once."""
 
 
 class Refused(_Message, tag=38):
@@ -353,9 +369,9 @@ FromFront = (
     | Abandon
     | Hurry
     | Unbound
-    | LegStarted
+    | Load
+    | Trial
     | LegFinished
-    | Queued
     | Suspect
     | Blame
     | Wanted

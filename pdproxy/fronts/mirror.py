@@ -7,10 +7,10 @@ would be seen as attempts at an instance that is down, or as a breaker that does
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
+from pdproxy.admission.custody import Evidence
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.engines.info import EngineInfo
 from pdproxy.fleet.breaker import BreakerState
@@ -20,30 +20,41 @@ from pdproxy.fleet.page_count import Shape
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.token_counts import TokenCounts, TokenizerReport
 from pdproxy.fronts import messages
-from pdproxy.fronts.front_admission import FrontAdmission, Send
+from pdproxy.fronts.channel import Handlers
+from pdproxy.fronts.front_admission import FrontAdmission, no_leader
+from pdproxy.fronts.hub import refused_by
 from pdproxy.tokens.bounds import ChatFrame
+
+_CLOSED = BreakerState.CLOSED
+_NO_ERA = -1
+"""An era in which no breaker ever is."""
+_ERAS = 1 << 32
+"""More eras than a breaker sees."""
 
 MakeMirrored = Callable[[InstanceSettings, int], "MirroredInstance"]
 """A function that makes an instance for a place."""
 
 
 class MirroredInstance(Instance):
-    """`MirroredInstance` is an instance that the leader judges. What its legs meet is told to the leader with `send`.
+    """`MirroredInstance` is an instance that the leader judges, which is told what its legs meet.
 
-    Mutable state, besides that of `Instance`: the number of its place, which is another one at each leader; the legs
-    under way, by number, with their attempts; whether it is as another leader than the present one has judged it.
+    Mutable state, besides that of `Instance`: the number of its place, which is another one at each leader; the number
+    of the last trial, and the breaker's first era under the present leader; what was last said of the load, and in
+    which frame; whether it is as another leader than the present one has judged it.
     """
 
     number: int
     """The instance's place; 0 while no leader knows the instance."""
 
-    def mirrored_by(self, number: int, send: Send, front: FrontAdmission) -> None:
+    def mirrored_by(self, number: int, front: FrontAdmission) -> None:
         """Begins the mirroring of the place `number`. To be called once, before anything else."""
         self.number = number
-        self._send, self._send_soon = send, front.send_soon
         self._front = front
-        self._legs = itertools.count(1)
-        self._under_way: dict[int, str] = {}
+        self._line = front.line
+        self._send = front.line.send
+        self._num_trials = 0
+        self._first_era = 0
+        self._told: tuple[object, messages.Load] | None = None
         self._is_former = False
 
     # ── what the leader says ────────────────────────────────────────────────────────────────────────────────────────
@@ -52,6 +63,8 @@ class MirroredInstance(Instance):
         """Forgets the number that the leader gave. Where the instance is ready, requests may ask the next leader for it
         before that one has looked at it: then they wait there."""
         self.number = 0
+        self._first_era += _ERAS
+        self._told = None
         self._is_former = self.is_ready
 
     def told_facts(self, facts: EngineInfo, shape: Shape) -> None:
@@ -107,28 +120,48 @@ class MirroredInstance(Instance):
         self._front.unbound(attempt, is_owner=self.is_owner)
 
     def leg_started(self, attempt: str = "") -> int:
+        """Notes that a leg of `attempt` is sent to the instance. Returns what `leg_finished` must be given: the
+        breaker's era, or the number of a trial below 0."""
         self.num_legs += 1
-        leg = next(self._legs)
-        self._under_way[leg] = attempt
-        self._send_soon(messages.LegStarted(leg, self.number, attempt))
-        return leg
+        breaker = self.breaker
+        if breaker.state is _CLOSED:
+            self._load().num_sent += 1
+            return self._first_era + breaker.era
+        self._num_trials += 1
+        self._line.send_soon(messages.Trial(self.number, self._num_trials, attempt))
+        return -self._num_trials
 
     def leg_finished(self, era: int, outcome: str) -> None:
         """Notes the end of a leg; `era` is what `leg_started` returned."""
         self.num_legs -= 1
-        self._under_way.pop(era, None)
-        send = self._send_soon if outcome == "ok" else self._send
-        send(messages.LegFinished(era, self.number, outcome))
+        if era < 0:
+            self._send(messages.LegFinished(self.number, -era, 0, outcome))
+            return
+        era = max(era - self._first_era, _NO_ERA)  # that of a leader before is none of the present one's
+        breaker = self.breaker
+        if outcome == "ok" and era == breaker.era and breaker.state is _CLOSED:
+            self._load().num_ok += 1
+        else:
+            self._send(messages.LegFinished(self.number, 0, era, outcome))
+
+    def _load(self) -> messages.Load:
+        """Returns the sum for the leader to which more may be added now."""
+        frame, told, era = self._line.frame, self._told, self.breaker.era
+        if told is not None and told[0] == frame and told[1].era == era:
+            return told[1]
+        load = messages.Load(self.number, era, 0, 0, 0)
+        self._told = (frame, load)
+        self._line.send_soon(load)
+        return load
 
     def tell_load(self) -> None:
         """Tells a leader that knows nothing of it what is under way here, and that the instance is well as far as is
         known."""
         if self.is_ready and self.epoch is not None:
             self._send(messages.Proven(self.number, self.epoch))
-        for leg, attempt in self._under_way.items():
-            self._send(messages.LegStarted(leg, self.number, attempt))
-        if self.queued_tokens:
-            self._send(messages.Queued(self.number, self.queued_tokens))
+        self._told = None
+        if self.num_legs or self.queued_tokens:
+            self._send(messages.Load(self.number, _NO_ERA, self.num_legs, 0, self.queued_tokens))
 
     def cut_prefills(self, error: Exception) -> None:
         """Ends with `error` what waits for a prefill here, because nobody answers for its pages any more."""
@@ -138,7 +171,7 @@ class MirroredInstance(Instance):
     def queue(self, num_tokens: int) -> None:
         self.queued_tokens += num_tokens
         if num_tokens:
-            self._send_soon(messages.Queued(self.number, num_tokens))
+            self._load().num_tokens += num_tokens
 
     def look_soon(self) -> None:
         self._send(messages.Suspect(self.number, self.epoch, None, False))
@@ -173,15 +206,29 @@ class Mirror:
         self._places: dict[int, MirroredInstance] = {}
         self._former: dict[str, MirroredInstance] = {}
         self._shapes: dict[int, Shape] = {}
+        self.handlers: Handlers = {
+            messages.Joined: self.joined,
+            messages.Listed: lambda message: self.listed(),
+            messages.Left: self.left,
+            messages.Facts: self.facts,
+            messages.State: self.state,
+            messages.Tokenizer: self.tokenizer,
+            messages.Granted: self.granted,
+            messages.Scarce: lambda message: admission.scarce(),
+            messages.Refused: lambda message: admission.refused(message.attempt, refused_by(message)),
+            messages.Settled: lambda message: admission.settled(message.attempt, Evidence(message.evidence)),
+        }
+        """The functions that take what the leader says of the fleet and of this front's attempts."""
 
-    def begin(self) -> None:
-        """Forgets the numbers of a leader: the next one gives others. Until it has told of an instance, that one is as
-        it was judged last."""
+    def begin(self, term: int) -> None:
+        """Begins a session with the leader of a term, which knows nothing of this front, and numbers instances anew.
+        Until it has told of an instance, that one is as it was judged last."""
         for instance in self._places.values():
             instance.begin()
         self._former = {**self._former, **{one.name: one for one in self._places.values()}}
         self._places = {}
         self._shapes.clear()
+        self._admission.begin(term)
 
     def joined(self, message: messages.Joined) -> None:
         """Takes in an instance, or the number that another leader has given to one that is known."""
@@ -193,26 +240,30 @@ class Mirror:
         if instance is None:
             instance = self._make(settings, message.place)
             self._pool.add(instance)
-        instance.number = message.place
         self._places[message.place] = instance
 
     def listed(self) -> None:
-        """Takes out the instances that the present leader does not know."""
+        """Takes out the instances that the present leader does not know, and tells it what is under way."""
         for instance in self._former.values():
             self._retire(instance)
         self._former = {}
-        for instance in self._places.values():
+        for place, instance in self._places.items():
+            instance.number = place  # only now, so that the leader hears of the load as a whole
             instance.tell_load()
+        self._admission.listed()
 
     def _retire(self, instance: MirroredInstance) -> None:
         if self._pool.find(instance.name) is instance:
             self._membership.retire(instance.name)
 
-    def lapse(self, error: Exception) -> None:
-        """Ends with `error` what has no KV yet, because nobody answers for its pages any more."""
+    def lapse(self) -> None:
+        """Takes note that no leader has answered for so long that this front may be taken for gone. What has no KV yet
+        ends, because nobody answers for its pages any more."""
+        error = no_leader()
         for instance in (*self._pool.instances, *self._pool.leaving):
             if instance.role == "prefill" and isinstance(instance, MirroredInstance):
                 instance.cut_prefills(error)
+        self._admission.lapse()
 
     def left(self, message: messages.Left) -> None:
         """Takes out an instance. What is under way there goes on, and the leader goes on to judge it."""

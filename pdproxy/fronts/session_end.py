@@ -72,6 +72,11 @@ class SessionEnd:
         if not self.is_over:
             self._outbox.send_soon(message)
 
+    @property
+    def frame(self) -> object:
+        """The number of the frame that is sent next."""
+        return self._outbox.frame
+
     def flush(self) -> None:
         """Sends now what was to be sent."""
         self._outbox.flush()

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any, cast
 
-from pdproxy.admission.custody import Evidence
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.retry_budget import part_of
 from pdproxy.assemble import instance_maker, make_orchestrator, make_retries, make_router
@@ -27,8 +26,7 @@ from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fronts import messages
 from pdproxy.fronts.channel import Handlers
-from pdproxy.fronts.front_admission import FrontAdmission, no_leader
-from pdproxy.fronts.hub import refused_by
+from pdproxy.fronts.front_admission import FrontAdmission
 from pdproxy.fronts.mirror import Mirror, MirroredInstance
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.openai.request import GenerationRequest
@@ -88,8 +86,7 @@ class SimulatedFront:
         self.admission = FrontAdmission(
             Kernel(router, is_limited=False),
             router,
-            self._say,
-            send_soon=self._say_soon,
+            _ToLeader(self),
             max_waiting=settings.max_queue,
             is_held=lambda: clock() < self._held_until,
             patience_s=settings.term_s,
@@ -108,7 +105,7 @@ class SimulatedFront:
 
         def make(one: InstanceSettings, place: int) -> MirroredInstance:
             instance = cast(MirroredInstance, make_instance(known[one.name], False))
-            instance.mirrored_by(place, self._say, self.admission)
+            instance.mirrored_by(place, self.admission)
             return instance
 
         membership = Membership(self.pool, make_instance=_make_none, check=settings.check_instances)
@@ -128,38 +125,13 @@ class SimulatedFront:
             notify=str,
             clock=clock,
         )
-        self._handlers = self._make_handlers()
-
-    def _make_handlers(self) -> Handlers:
-        mirror, admission = self.mirror, self.admission
-        return {
-            messages.Joined: mirror.joined,
-            messages.Listed: lambda message: self._listed(),
-            messages.Left: mirror.left,
-            messages.Facts: mirror.facts,
-            messages.State: mirror.state,
-            messages.Tokenizer: mirror.tokenizer,
-            messages.Granted: mirror.granted,
-            messages.Scarce: lambda message: admission.scarce(),
-            messages.Refused: lambda message: admission.refused(message.attempt, refused_by(message)),
-            messages.Settled: lambda message: admission.settled(message.attempt, Evidence(message.evidence)),
+        self._handlers: Handlers = {
+            **self.mirror.handlers,
             Beat: self._answered,
             Gone: lambda message: self._begin_anew(),
         }
 
     # ── the leader ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _say(self, message: Any) -> None:
-        if self.link is not None:
-            self.link.up.send(message)
-
-    def _say_soon(self, message: Any) -> None:
-        if self.link is not None:
-            self.link.up.send_soon(message)
-
-    def _listed(self) -> None:
-        self.mirror.listed()
-        self.admission.listed()
 
     def know(self, leader: SimulatedLeader) -> None:
         """Begins a session as a proxy has it that was there long before: the fleet is told in no time."""
@@ -180,8 +152,7 @@ class SimulatedFront:
         self.link = link = Link(self.network, self.process.context, leader.process.context)
         link.down.handlers = self._handlers
         leader.take(link)
-        self.mirror.begin()
-        self.admission.begin(leader.hub.term or 0)
+        self.mirror.begin(leader.hub.term or 0)
         return link
 
     def _begin_anew(self) -> None:
@@ -190,7 +161,7 @@ class SimulatedFront:
 
     def _beat(self) -> None:
         if self._ttl_s is not None:
-            self._say(Beat(self._loop.time()))
+            self.admission.line.send(Beat(self._loop.time()))
 
     def _answered(self, beat: Beat) -> None:
         assert self._ttl_s is not None
@@ -207,8 +178,7 @@ class SimulatedFront:
                 beat_at = now + ttl_s / BEATS
             if now >= self._held_until and not self._has_lapsed:
                 self._has_lapsed = True
-                self.mirror.lapse(no_leader())
-                self.admission.lapse()
+                self.mirror.lapse()
             lapses_in_s = self._held_until - now
             await asyncio.sleep(min(beat_at - now, lapses_in_s) if lapses_in_s > 0.0 else beat_at - now)
 
@@ -268,6 +238,28 @@ class SimulatedFront:
 
     def __repr__(self) -> str:
         return f"<SimulatedFront {self.name}{'' if self.is_alive else ', dead'}>"
+
+
+class _ToLeader:
+    """_ToLeader is the line of a front to whoever leads at the moment. Implements `channel.Line`."""
+
+    num_unsent_bytes = 0
+
+    def __init__(self, front: SimulatedFront) -> None:
+        self._front = front
+
+    def send(self, message: Any) -> None:
+        if self._front.link is not None:
+            self._front.link.up.send(message)
+
+    def send_soon(self, message: Any) -> None:
+        if self._front.link is not None:
+            self._front.link.up.send_soon(message)
+
+    @property
+    def frame(self) -> object:
+        link = self._front.link
+        return object() if link is None else (link, link.up.frame)
 
 
 def lose(record: RequestRecord) -> None:

@@ -104,6 +104,11 @@ class Line:
         if not self.is_over:
             self._outbox.send_soon(message)
 
+    @property
+    def frame(self) -> int:
+        """The number of the frame that is sent next."""
+        return self._outbox.frame
+
     def hand_over(self) -> None:
         """Has what is to be sent arrive in no time, for a link that was there before anything was measured."""
         self._is_instant = True

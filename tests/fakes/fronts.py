@@ -27,9 +27,8 @@ from pdproxy.fleet.routing.candidate import NO_HINTS
 from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
 from pdproxy.fleet.routing.router import Router
 from pdproxy.fleet.token_counts import TokenCounts
-from pdproxy.fronts import messages
 from pdproxy.fronts.front_admission import FrontAdmission
-from pdproxy.fronts.hub import Hub, Session, refused_by
+from pdproxy.fronts.hub import Hub, Session
 from pdproxy.fronts.mirror import Mirror, MirroredInstance
 from pdproxy.orchestrator.reaper import Reaper
 from tests.fakes.fake_engine import FakeEngine
@@ -82,8 +81,8 @@ class LeaderEnd:
 
 
 class FrontEnd:
-    """A front's admission and its mirror of the fleet. `connect` begins a session with a leader; `deliver` hands over
-    what has been said, in order, and `cut` loses what has not been delivered."""
+    """A front's admission and its mirror of the fleet, and their line to the leader. `connect` begins a session with a
+    leader; `deliver` hands over what has been said, in order, and `cut` loses what has not been delivered."""
 
     def __init__(self, clock: Clock, *, patience_s: float | None = 12.0) -> None:
         self.clock = clock
@@ -91,6 +90,7 @@ class FrontEnd:
         self.to_leader: deque[Any] = deque()
         self.from_leader: deque[Any] = deque()
         self.session: Session | None = None
+        self.num_delivered = 0
         self.grants: dict[str, Grant] = {}
         self.errors: dict[str, ProxyError] = {}
         policy = make_policy("round_robin", PolicyOptions(rng=random.Random(0)))
@@ -98,7 +98,7 @@ class FrontEnd:
         self.admission = FrontAdmission(
             Kernel(router, is_limited=False),
             router,
-            self.say,
+            self,
             is_held=lambda: self.is_held,
             patience_s=patience_s,
             clock=clock,
@@ -108,25 +108,17 @@ class FrontEnd:
         self.mirror = Mirror(
             self.pool, self.admission, TokenCounts(self.pool, take_ids=TAKE_IDS), self._make, membership
         )
-        self.handlers = {
-            messages.Joined: self.mirror.joined,
-            messages.Listed: lambda message: self.listed(),
-            messages.Left: self.mirror.left,
-            messages.Facts: self.mirror.facts,
-            messages.State: self.mirror.state,
-            messages.Granted: self.mirror.granted,
-            messages.Scarce: lambda message: self.admission.scarce(),
-            messages.Refused: lambda message: self.admission.refused(message.attempt, refused_by(message)),
-            messages.Settled: lambda message: self.admission.settled(message.attempt, Evidence(message.evidence)),
-        }
 
-    def say(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         if self.session is not None:
             self.to_leader.append(message)
 
-    def listed(self) -> None:
-        self.mirror.listed()
-        self.admission.listed()
+    send_soon = send
+    num_unsent_bytes = 0
+
+    @property
+    def frame(self) -> object:
+        return (self.session, self.num_delivered)
 
     def _make(self, one: InstanceSettings, place: int) -> MirroredInstance:
         instance = MirroredInstance(
@@ -136,7 +128,7 @@ class FrontEnd:
             admission=self.admission,
             clock=self.clock,
         )
-        instance.mirrored_by(place, self.say, self.admission)
+        instance.mirrored_by(place, self.admission)
         return instance
 
     def _make_none(self, one: InstanceSettings) -> Instance:
@@ -147,8 +139,7 @@ class FrontEnd:
     def connect(self, leader: LeaderEnd, term: int) -> None:
         """Begins a session. What was said to the leader before is lost."""
         self.cut()
-        self.mirror.begin()
-        self.admission.begin(term)
+        self.mirror.begin(term)
         self.session = leader.hub.open(self.from_leader.append)
 
     def cut(self) -> None:
@@ -161,8 +152,9 @@ class FrontEnd:
         while self.to_leader or self.from_leader:
             if self.from_leader:
                 message = self.from_leader.popleft()
-                self.handlers[type(message)](message)
+                self.mirror.handlers[type(message)](message)
             else:
+                self.num_delivered += 1
                 message = self.to_leader.popleft()
                 assert self.session is not None
                 self.session.handlers[type(message)](message)

@@ -421,7 +421,7 @@ async def test_a_claim_that_was_lost_on_the_wire_is_a_claim_still(clock: Clock, 
     front.connect(second, 2)
     while front.from_leader:
         message = front.from_leader.popleft()
-        front.handlers[type(message)](message)
+        front.mirror.handlers[type(message)](message)
     assert front.session is not None
     front.session.close()  # with the claim on its way
     front.connect(second, 2)

@@ -217,12 +217,12 @@ async def test_a_grant_of_an_owner_that_cannot_serve_it_is_given_back_and_asked_
         assert house.leader.pool.admission.kernel.freed[Evidence.NEVER_SENT] == 1
 
 
-async def test_a_leader_that_takes_nothing_is_not_told_more_and_more() -> None:
+async def test_a_leader_that_takes_nothing_is_not_told_more_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async with proxy_in_front_of(by_front=True) as house:
-        house.admission._num_unsent_bytes = lambda: MAX_UNSENT_BYTES + 1
+        monkeypatch.setattr(channel.Channel, "num_unsent_bytes", MAX_UNSENT_BYTES + 1)
         refused = await house.post()
         assert (refused.status, refused.json()["error"]["code"]) == (503, "no_ready_instance")
-        house.admission._num_unsent_bytes = int
+        monkeypatch.undo()
         assert (await house.post()).status == 200
 
 

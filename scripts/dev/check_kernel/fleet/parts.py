@@ -38,9 +38,8 @@ from pdproxy.fleet.routing.candidate import NO_HINTS
 from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
 from pdproxy.fleet.routing.router import Router
 from pdproxy.fleet.token_counts import TokenCounts
-from pdproxy.fronts import messages
 from pdproxy.fronts.front_admission import FrontAdmission
-from pdproxy.fronts.hub import Hub, Session, refused_by
+from pdproxy.fronts.hub import Hub, Session
 from pdproxy.fronts.mirror import Mirror, MirroredInstance
 from pdproxy.orchestrator.reaper import Reaper
 
@@ -268,14 +267,15 @@ class Beat:
 
 class Link:
     """A `Link` is one session between a front and a leader: what is said is heard once, in order, some time. Mutable
-    state: what is on its way; how often the leader has ticked without hearing anything; whether it was closed there."""
+    state: what is on its way; what the leader has heard, and how often it has ticked without hearing anything; whether
+    it was closed there."""
 
     def __init__(self, front: Front, leader: Leader) -> None:
         self.front = front
         self.leader = leader
         self.up: deque[tuple[float, Any]] = deque()
         self.down: deque[Any] = deque()
-        self.num_silent = 0
+        self.num_silent = self.num_heard = 0
         self.is_closed = False
         self.session: Session = leader.hub.open(self.down.append)
 
@@ -316,7 +316,7 @@ class Front:
         self.admission = FrontAdmission(
             Kernel(_router(), is_limited=False),
             _router(),
-            self.say,
+            self,
             is_held=lambda: self.is_held,
             patience_s=PATIENCE_S,
             clock=loop,
@@ -325,18 +325,6 @@ class Front:
         counts = TokenCounts(self.pool, take_ids=TAKE_IDS)
         membership = Membership(self.pool, make_instance=cast(Any, None), check=lambda fleet: None)
         self.mirror = Mirror(self.pool, self.admission, counts, self._make, membership)
-        self.handlers: dict[type[Any], Callable[[Any], object]] = {
-            messages.Joined: self.mirror.joined,
-            messages.Listed: lambda message: self._listed(),
-            messages.Left: self.mirror.left,
-            messages.Facts: self.mirror.facts,
-            messages.State: self.mirror.state,
-            messages.Tokenizer: self.mirror.tokenizer,
-            messages.Granted: self.mirror.granted,
-            messages.Scarce: lambda message: self.admission.scarce(),
-            messages.Refused: lambda message: self.admission.refused(message.attempt, refused_by(message)),
-            messages.Settled: lambda message: self.admission.settled(message.attempt, Evidence(message.evidence)),
-        }
 
     @property
     def is_held(self) -> bool:
@@ -346,13 +334,19 @@ class Front:
     def acts(self) -> bool:
         return not self.is_dead and not self.is_stopped
 
-    def say(self, message: Any) -> None:
+    # ── the line to the leader, as in `channel.Line` ────────────────────────────────────────────────────────────────
+
+    def send(self, message: Any) -> None:
         if self.link is not None and not self.is_dead:
             self.link.up.append((self.clock(), message))
 
-    def _listed(self) -> None:
-        self.mirror.listed()
-        self.admission.listed()
+    send_soon = send
+    num_unsent_bytes = 0
+
+    @property
+    def frame(self) -> object:
+        """The identity of a frame to which all belongs that was said since the leader heard something."""
+        return (self.link, None if self.link is None else self.link.num_heard)
 
     def _make(self, one: InstanceSettings, place: int) -> MirroredInstance:
         instance = MirroredInstance(
@@ -362,7 +356,7 @@ class Front:
             admission=self.admission,
             clock=self.clock,
         )
-        instance.mirrored_by(place, self.say, self.admission)
+        instance.mirrored_by(place, self.admission)
         return instance
 
     # ── the lease ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -386,8 +380,7 @@ class Front:
     def follows(self, leader: Leader) -> None:
         """Begins a session. One that was before is over here."""
         self.term = leader.term
-        self.mirror.begin()
-        self.admission.begin(leader.term)
+        self.mirror.begin(leader.term)
         self.link = Link(self, leader)
 
     # ── attempts ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -306,6 +306,7 @@ class World:
     def do_up(self, who: str, how: str) -> None:
         link = self.links[int(who)]
         said_at, message = link.up.popleft()
+        link.num_heard += 1
         link.num_silent = 0
         if isinstance(message, Beat):
             if link.leader.leads:
@@ -325,7 +326,7 @@ class World:
             return
         if isinstance(message, messages.Settled):
             self._check_settled(link, message)
-        front.handlers[type(message)](message)
+        front.mirror.handlers[type(message)](message)
 
     # engines
 
@@ -421,7 +422,7 @@ class World:
             if front.acts:
                 front.notes_lapse()
                 if front.link is not None and not any(isinstance(one, Beat) for _, one in front.link.up):
-                    front.say(Beat(now))
+                    front.send(Beat(now))
 
     def _renew(self, leader: Leader) -> None:
         now = self.loop.now
