@@ -21,7 +21,8 @@ class Demand:
     seconds on the kernel's clock. `avoid` names places that have failed the request. They count only where no other
     place is open. Until `tied_until`, the demand takes only the place that the chooser ties it to. With a `pair`
     (owner, peer), only those two places can serve it, open or not. `is_again` says that it was let in before, so that
-    no full queue keeps it out. `hints` are for the chooser.
+    no full queue keeps it out. `hints` are for the chooser. `num_tokens` is the length of what is to be prefilled, for
+    whoever counts that where the grant is made.
 
     Mutable state: how often others passed it; the accounts that are saved up for it; whether it waits.
     """
@@ -36,6 +37,7 @@ class Demand:
         "is_again",
         "is_waiting",
         "model",
+        "num_tokens",
         "overtakes",
         "pair",
         "passes",
@@ -60,6 +62,7 @@ class Demand:
         pair: tuple[Any, Any] | None = None,
         is_again: bool = False,
         hints: Any = None,
+        num_tokens: int = 0,
     ) -> None:
         self.attempt = attempt
         self.model = model
@@ -72,6 +75,7 @@ class Demand:
         self.pair = pair
         self.is_again = is_again
         self.hints = hints
+        self.num_tokens = num_tokens
         self._sizes: dict[Hashable, int | None] = {}
         self.overtakes = 0
         """Counts how often another demand passed this one while it was this one's turn."""

@@ -160,6 +160,7 @@ class FrontAdmission(Admission):
                 is_again,
                 hints.session,
                 hints.key,
+                demand.num_tokens,
             )
         )
 
@@ -205,9 +206,10 @@ class FrontAdmission(Admission):
         """Takes note that somebody waits somewhere."""
         self._is_scarce = True
 
-    def granted(self, attempt: str, owner: Place, peer: Place, pages: int, is_scarce: bool = True) -> None:
-        """Takes a grant. One that nobody waits for any more goes back at once. So does that of an owner which cannot
-        serve the attempt, because the leader did not know that; then the attempt asks once more, with its age."""
+    def granted(self, attempt: str, owner: Place, peer: Place, pages: int, is_scarce: bool = True) -> bool:
+        """Takes a grant, and returns whether it is made use of. One that nobody waits for any more goes back at once.
+        So does that of an owner which cannot serve the attempt, because the leader did not know that; then the attempt
+        asks once more, with its age."""
         self._is_scarce = is_scarce
         demand = self._asked.pop(attempt, None)
         wanted = None if demand is None else demand.pages_at(owner.shape)
@@ -215,7 +217,7 @@ class FrontAdmission(Admission):
             self._send(messages.Free(attempt, Custody.RESERVED, Evidence.NEVER_SENT, owner=True, peer=True))
             if demand is not None:
                 self._ask(demand, self._clock(), is_again=True)
-            return
+            return False
         lease: Lease | None = None
         if pages:
             account = owner.account
@@ -228,6 +230,7 @@ class FrontAdmission(Admission):
         if lease is not None and wanted is not None:
             self.shrink(lease, wanted)  # more were granted where the leader did not know how many it takes
         waiter.wake()
+        return True
 
     def refused(self, attempt: str, error: ProxyError) -> None:
         """Takes the leader's refusal of an attempt that waits."""

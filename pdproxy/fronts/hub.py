@@ -238,6 +238,7 @@ class Session:
             tied_until=-inf if message.tied_s is None else now + message.tied_s,
             is_again=message.is_again,
             hints=hints,
+            num_tokens=message.num_tokens,
         )
         attempt = self._attempts[message.attempt] = FrontAttempt(demand, self._settled)
         try:
@@ -268,7 +269,14 @@ class Session:
         hub.tell_news()  # so that the front knows the two as the kernel did
         pages = grant.leases[0].pages if grant.leases else 0
         owner, peer, is_scarce = hub.place_of(grant.owner), hub.place_of(grant.peer), hub.admission.num_waiting > 0
-        self._send(messages.Granted(attempt.id, owner, peer, pages, is_scarce))
+        num_tokens = attempt.demand.num_tokens
+        if num_tokens:  # now, and not when the leg is heard of: by then others have been granted
+            self._queue(attempt.instance("prefill"), num_tokens)
+        self._send(messages.Granted(attempt.id, owner, peer, pages, is_scarce, num_tokens))
+
+    def _queue(self, instance: Instance, num_tokens: int) -> None:
+        instance.loaded(0, num_tokens)
+        _add(self._num_tokens, instance, num_tokens)
 
     def cancel(self, message: messages.Cancel) -> None:
         """Takes an attempt out of the line. One that was granted meanwhile comes back from the front."""
@@ -438,10 +446,11 @@ class Session:
         """Notes what has changed of an instance's load."""
         if (instance := self._hub.at(message.place)) is not None:
             num_legs = message.num_sent - message.num_ok
-            if num_legs or message.num_tokens:
-                instance.loaded(num_legs, message.num_tokens)
+            if num_legs:
+                instance.loaded(num_legs, 0)
                 _add(self._num_legs, instance, num_legs)
-                _add(self._num_tokens, instance, message.num_tokens)
+            if message.num_tokens:
+                self._queue(instance, message.num_tokens)
             if message.num_ok:
                 instance.breaker.succeeded(message.era, message.num_ok)
 

@@ -53,6 +53,8 @@ class Ask(_Message, tag=1):
     session: str | None
     key: bytes | None
     """The beginning of its prompt, in the form that routing goes by; None where routing does not."""
+    num_tokens: int = 0
+    """The tokens of its prompt, which the leader counts as queued at the prefiller when it grants."""
 
 
 class Cancel(_Message, tag=2):
@@ -301,6 +303,8 @@ class Granted(_Message, tag=37):
     pages: int
     is_scarce: bool
     """Says that others wait, so that pages should come back at once."""
+    num_tokens: int = 0
+    """The prompt tokens that the leader has counted for it. From here on the front tells what becomes of them."""
 
 
 class Scarce(_Message, tag=48):

@@ -508,6 +508,7 @@ class Orchestrator:
             # A body is let in with its first prompt: the others find no queue too full for them.
             is_again=context.record.num_attempts > 1 or bool(context.record.prompt),
             hints=hints,
+            num_tokens=attempt.size.tokens,
         )
 
     def _serve_bound(self, attempt: Attempt, choice: Choice) -> Coroutine[Any, Any, None]:

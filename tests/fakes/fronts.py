@@ -154,17 +154,28 @@ class FrontEnd:
                 message = self.from_leader.popleft()
                 self.mirror.handlers[type(message)](message)
             else:
-                self.num_delivered += 1
-                message = self.to_leader.popleft()
-                assert self.session is not None
-                self.session.handlers[type(message)](message)
+                self.deliver_to_leader()
+
+    def deliver_to_leader(self) -> None:
+        """Hands over the first of what was said to the leader."""
+        self.num_delivered += 1
+        message = self.to_leader.popleft()
+        assert self.session is not None
+        self.session.handlers[type(message)](message)
 
     # ── attempts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def ask(self, attempt: str, pages: int, *, deadline: float = inf, priority: int = 0) -> Demand:
+    def ask(self, attempt: str, pages: int, *, deadline: float = inf, priority: int = 0, num_tokens: int = 0) -> Demand:
         """An attempt asks for its turn. What comes of it is in `grants` or `errors`."""
         demand = Demand(
-            attempt, None, lambda shape: pages, age=self.clock(), deadline=deadline, priority=priority, hints=NO_HINTS
+            attempt,
+            None,
+            lambda shape: pages,
+            age=self.clock(),
+            deadline=deadline,
+            priority=priority,
+            hints=NO_HINTS,
+            num_tokens=num_tokens,
         )
 
         def told(grant: Grant | None, error: ProxyError | None) -> None:
