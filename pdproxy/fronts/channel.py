@@ -103,6 +103,30 @@ class Outbox:
         self.frame += 1
 
 
+class OutboxLine:
+    """`OutboxLine` sends by way of an `Outbox`, until it `is_over`. Implements `Line`, but for the bytes."""
+
+    def __init__(self, write: Callable[[list[Any]], object]) -> None:
+        """Takes the function that sends a frame."""
+        self.is_over = False
+        self._outbox = Outbox(write)
+
+    def send(self, message: Any) -> None:
+        """Sends a message, with all others of this turn. Never waits. Does nothing once this is over."""
+        if not self.is_over:
+            self._outbox.send(message)
+
+    def send_soon(self, message: Any) -> None:
+        """Sends a message that may wait a moment for others. Never waits. Does nothing once this is over."""
+        if not self.is_over:
+            self._outbox.send_soon(message)
+
+    @property
+    def frame(self) -> int:
+        """The number of the frame that is sent next."""
+        return self._outbox.frame
+
+
 class Frames(asyncio.Protocol):
     """`Frames` cuts what comes into frames. A subclass handles them, in order, until `is_over`.
 

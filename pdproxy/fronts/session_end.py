@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.fronts.channel import Handlers, Outbox
+from pdproxy.fronts.channel import Handlers, OutboxLine
 from pdproxy.fronts.connection import Connection, encode, framed
 from pdproxy.fronts.handshake import Handled, OfLink
 
@@ -32,7 +32,7 @@ class Broken(Exception):
     """The two ends of a session have lost track of each other, so that it cannot go on."""
 
 
-class SessionEnd:
+class SessionEnd(OutboxLine):
     """`SessionEnd` sends and handles what belongs to one session. `on_own` takes the messages of the link itself.
 
     `on_broken` is called, with the reason, when the session cannot go on; to `end` it is the caller's part. Mutable
@@ -47,35 +47,19 @@ class SessionEnd:
         on_own: Callable[[Any], object],
         on_broken: Callable[[str], object],
     ) -> None:
+        super().__init__(self._send_now)
         self._decode = decode
         self._handlers = handlers
         self._on_own = on_own
         self._on_broken = on_broken
-        self._outbox = Outbox(self._send_now)
         self._tape: deque[bytes] = deque()
         self.connection: Connection | None = None
         self._num_untold_bytes = 0
         self.num_kept_bytes = 0
         self.num_sent = 0
         self.num_handled = 0
-        self.is_over = False
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def send(self, message: Any) -> None:
-        """Sends a message, with all others of this turn. Never waits. Does nothing once the session is over."""
-        if not self.is_over:
-            self._outbox.send(message)
-
-    def send_soon(self, message: Any) -> None:
-        """Sends a message that may wait a moment for others. Never waits. Does nothing once the session is over."""
-        if not self.is_over:
-            self._outbox.send_soon(message)
-
-    @property
-    def frame(self) -> object:
-        """The number of the frame that is sent next."""
-        return self._outbox.frame
 
     def flush(self) -> None:
         """Sends now what was to be sent."""

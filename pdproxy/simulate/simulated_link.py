@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.fronts.channel import Handlers, Outbox
+from pdproxy.fronts.channel import Handlers, OutboxLine
 
 
 class Beat(msgspec.Struct):
@@ -73,7 +73,7 @@ class Network:
         return seconds
 
 
-class Line:
+class Line(OutboxLine):
     """Line is one direction of a link. What is sent in a turn travels as one frame, as on a real link, and is handled
     in the context `receiver`, by `handlers`.
 
@@ -82,32 +82,16 @@ class Line:
     """
 
     def __init__(self, network: Network, receiver: Context) -> None:
+        super().__init__(self._carry)
         self.handlers: Handlers = {}
         self.num_under_way = 0
-        self.is_over = False
         self._loop = asyncio.get_running_loop()
         self._network = network
         self._receiver = receiver
-        self._outbox = Outbox(self._carry)
         self._is_instant = False
         self._stuck: list[list[Any]] = []
         self._free_at = 0.0
         network.lines.append(self)
-
-    def send(self, message: Any) -> None:
-        """Sends a message, with all others of this turn. Does nothing once the line is over."""
-        if not self.is_over:
-            self._outbox.send(message)
-
-    def send_soon(self, message: Any) -> None:
-        """Sends a message that may wait a moment for others. Does nothing once the line is over."""
-        if not self.is_over:
-            self._outbox.send_soon(message)
-
-    @property
-    def frame(self) -> int:
-        """The number of the frame that is sent next."""
-        return self._outbox.frame
 
     def hand_over(self) -> None:
         """Has what is to be sent arrive in no time, for a link that was there before anything was measured."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 
 from scripts.dev.check_transfer.world import Plan
+from scripts.dev.common.planted import planted
 from transfer import wire
 from transfer.memory.reservations import Reservation, Reservations, WriterState
 from transfer.plan.feeds import writers_of
@@ -34,14 +34,8 @@ class Fault:
 
     @contextmanager
     def planted(self) -> Iterator[Plan]:
-        patchers = [patch.object(*one) for one in self.patches]
-        for patcher in patchers:
-            patcher.start()
-        try:
+        with planted(self.patches):
             yield self.plan
-        finally:
-            for patcher in reversed(patchers):
-                patcher.stop()
 
 
 def _plan(*faults: str, **changes: Any) -> Plan:

@@ -18,6 +18,7 @@ from pdproxy.fronts.hub import Session
 from scripts.dev.check_kernel.fleet import world
 from scripts.dev.check_kernel.fleet.parts import TTL_S, Beat, Front, Leader
 from scripts.dev.check_kernel.fleet.world import Plan, World
+from scripts.dev.common.planted import planted
 
 PLAN = Plan("fleet: planted")
 ROOM = Plan("fleet: planted, with room", capacities=(4,), num_attempts=3)
@@ -48,14 +49,8 @@ class Fault:
 
     @contextmanager
     def planted(self) -> Iterator[Plan]:
-        patchers = [patch.object(*one) for one in self.patches]
-        for patcher in patchers:
-            patcher.start()
-        try:
+        with planted(self.patches):
             yield self.plan
-        finally:
-            for patcher in reversed(patchers):
-                patcher.stop()
 
 
 # ── wrong leaders ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -377,23 +377,22 @@ class World:
 
     def do_errand(self, who: str, how: str) -> None:
         """The engine does what the reaper asks for."""
-        leader = self._leader(who)
-        job = leader.errands.pop(int(how))
-        lease = job.lease
-        assert lease is not None
-        if lease.way is not None and lease.way.errand is not None:
-            self.engines[job.place.name].drops(lease.way.errand.call.body.decode())
-            leader.admission.errand_ended(lease, True)
+        self._run_errand(who, how, is_answered=True)
 
     def do_unanswered(self, who: str, how: str) -> None:
         """The engine does it, and its answer is lost."""
+        self._run_errand(who, how, is_answered=False)
+
+    def _run_errand(self, who: str, how: str, *, is_answered: bool) -> None:
         leader = self._leader(who)
         job = leader.errands.pop(int(how))
         lease = job.lease
         assert lease is not None
-        if lease.way is not None and lease.way.errand is not None:
-            self.engines[job.place.name].drops(lease.way.errand.call.body.decode())
-        leader.admission.errand_ended(lease, False)
+        errand = None if lease.way is None else lease.way.errand
+        if errand is not None:
+            self.engines[job.place.name].drops(errand.call.body.decode())
+        if errand is not None or not is_answered:
+            leader.admission.errand_ended(lease, is_answered)
 
     # the store and the time
 
