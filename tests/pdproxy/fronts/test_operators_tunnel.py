@@ -135,8 +135,8 @@ async def test_who_reads_slowly_makes_the_other_end_wait(tmp_path: Path) -> None
     async with pages(tmp_path, talk) as found:
         reader, writer = await found.open()
         pouring = asyncio.ensure_future(pour(writer, "there"))
-        last = -1
-        while last != sum(num_taken.values()):  # until nothing moves any more
+        last = 0
+        while not last or last != sum(num_taken.values()):  # until nothing moves any more
             last = sum(num_taken.values())
             await asyncio.sleep(0.1)
         assert 0 < max(num_taken.values()) < 25 << 20, num_taken
