@@ -42,8 +42,9 @@ class Place:
         self.watched_by: tuple[dict[Any, None], ...] = ()
         """Dicts of changed places. The place is put into each of them whenever its load changes."""
 
-    def bound(self) -> None:
-        """Takes note that an attempt was granted this place. A call of `unbound` follows later."""
+    def bound(self, attempt: str, num_tokens: int) -> None:
+        """Takes note that `attempt`, which prefills so many tokens, is bound to this place. A call of `unbound` follows
+        later. Must not call the kernel."""
 
     def unbound(self, attempt: str) -> None:
         """Takes note that `attempt` has no use for this place any more."""

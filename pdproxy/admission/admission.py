@@ -99,12 +99,6 @@ class Waiter:
                 self.told(self.grant, self.error)
 
 
-def note_bound(grant: Grant) -> None:
-    """Tells both places of a grant that an attempt is bound to them."""
-    for place in (grant.owner, grant.peer):
-        place.bound()
-
-
 class Admission:
     """`Admission` binds demands to places and takes leases back, as `kernel` decides.
 
@@ -148,8 +142,6 @@ class Admission:
             grant = self.kernel.arrive(demand, self._clock())
             if grant is None:
                 waiter = self._waiters[demand] = self._waiter(demand)
-            else:
-                note_bound(grant)
         finally:
             self._carry_out()
         if waiter is not None and waiter.woken.done():  # its arrival let it go, or made it hopeless
@@ -350,7 +342,6 @@ class Admission:
                 if isinstance(effect, Granted):
                     waiter = self._waiters.pop(effect.grant.demand)
                     waiter.grant = effect.grant
-                    note_bound(effect.grant)
                 elif isinstance(effect, Settled):
                     self.on_settled(effect.lease)
                     continue

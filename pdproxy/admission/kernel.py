@@ -42,6 +42,9 @@ RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 RETRY_AFTER_UNKNOWN_S = 5.0
 """The `Retry-After`, in seconds, while no page has ever come back."""
+SETTLE_S = 0.5
+"""The seconds after the time for claims within which owners have to be looked at that should take part from the
+beginning."""
 MAX_MODELS = 1024
 """The most models of which the open places are remembered. Where engines tell no model names, clients may ask for any
 name.
@@ -78,7 +81,9 @@ class Kernel:
         is_limited: bool = True,
         claims_until: float = -inf,
     ) -> None:
-        """Grants no pages before the time `claims_until`, until which others may claim what they hold."""
+        """Grants no pages before the time `claims_until`, until which others may claim what they hold, and then only
+        when all owners that answer have been looked at, or `SETTLE_S` later: else those who have waited until then
+        would all go to whichever owner was looked at first."""
         self._chooser = chooser
         self._max_overtakes = max_overtakes
         self._max_passes = max_passes
@@ -86,10 +91,13 @@ class Kernel:
         self._concurrent_pages = concurrent_pages
         self._is_limited = is_limited
         self._claims_until = claims_until
-        # State: the places; which of them are open for each model asked for and which have an account, as long as
-        # nothing about that changes; those that open by themselves, and when; who waits, by model; who has been passed
-        # often enough, and the accounts that are saved up for them; places that have to be looked at before the
-        # function ends; what must follow; how many demands have come; how many leases came back, by evidence.
+        # State: whether nothing is granted yet, and the owners that are awaited; the places; which of them are open for
+        # each model asked for and which have an account, as long as nothing about that changes; those that open by
+        # themselves, and when; who waits, by model; who has been passed often enough, and the accounts that are saved
+        # up for them; places that have to be looked at before the function ends; what must follow; how many demands
+        # have come; how many leases came back, by evidence.
+        self._is_settling = claims_until > -inf
+        self._awaited: set[Place] | None = None
         self.places: dict[Place, None] = {}
         self._open: dict[str | None, OpenPlaces] = {}
         self._holders: dict[str | None, Holders] = {}
@@ -322,6 +330,7 @@ class Kernel:
                 place.on_trial[demand.attempt] = None
                 if place.trials <= 0 and place.is_open:
                     self._shut(place)
+            place.bound(demand.attempt, demand.num_tokens)
         if demand.is_waiting:
             self._leave(demand)
         return Grant(demand, owner, peer, leases)
@@ -379,7 +388,7 @@ class Kernel:
         pages = demand.pages_at(place.shape)
         if not pages:
             return pages == 0
-        if not account.fits(pages):
+        if self._is_settling or not account.fits(pages):
             return False
         return not self._saved or self._saved.get(account, demand) is demand
 
@@ -486,12 +495,15 @@ class Kernel:
                 self._save_up()
 
     def _pump(self, now: float) -> None:
-        """Grants pages to the demands that may go, until none may."""
+        """Grants pages to the demands that may go, until none may. Places take turns, so that many demands which may go
+        at once do not all go to one place."""
         changed = self._changed
         while changed:
             place = next(iter(changed))
-            if not (self._lines and self._grant_one(place, now)):
-                changed.pop(place, None)
+            is_granted = self._lines and self._grant_one(place, now)
+            changed.pop(place, None)
+            if is_granted:
+                changed[place] = None
 
     def _grant_one(self, place: Place, now: float) -> bool:
         """Grants pages at `place` to one demand that may go there. Returns whether there was one."""
@@ -583,11 +595,33 @@ class Kernel:
     @property
     def reopens_at(self) -> float:
         """Returns the time at which `advance` has something to do; infinite where it has nothing to do."""
-        return min(self._shut_until.values(), default=inf) if self._lines else inf
+        if not self._lines:
+            return inf
+        settles_at = self._claims_until + SETTLE_S if self._is_settling else inf
+        return min(self._shut_until.values(), default=inf) if settles_at == inf else settles_at
 
     def advance(self, now: float) -> None:
         """Opens the places whose time has come."""
         self._reopen(now)
+        if self._is_settling and now >= self._claims_until + SETTLE_S:
+            self._settle(now)
+
+    def _await_looks(self, place: Place, now: float) -> None:
+        """Takes note of the answer to a look, of those that are awaited before anything is granted."""
+        if now < self._claims_until:
+            return
+        if self._awaited is None:
+            self._awaited = {one for one in self.places if one.is_up and one.account is not None}
+        if place.account is None or place.account.is_sure:
+            self._awaited.discard(place)
+        if not self._awaited or now >= self._claims_until + SETTLE_S:
+            self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        self._is_settling, self._awaited = False, None
+        for model in self._lines:
+            self._consider_all(model)
+        self._pump(now)
 
     def serve(self, place: Place, models: frozenset[str], now: float) -> None:
         """Takes note that `place` serves these models from now on."""
@@ -660,6 +694,8 @@ class Kernel:
             self._forget_open()
             self._consider_all_of(place)
             self._refuse_hopeless()
+        if self._is_settling:
+            self._await_looks(place, now)
         self._pump(now)
 
     def is_needed(self, place: Place, now: float) -> bool:

@@ -208,6 +208,7 @@ class Instance(Place):
         self.num_attempts = 0
         self.num_legs = 0
         self.queued_tokens = 0
+        self._bound_tokens: dict[str, int] = {}
         self.reliances: dict[Reliance, None] = {}
         self._proven_epoch: str | None = None
         # State: whether it answers, all in all; since when it is back; whether somebody has reason to doubt that it is
@@ -478,13 +479,28 @@ class Instance(Place):
 
     # ── work ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def bound(self) -> None:
-        """Counts an attempt that was bound to the instance and will call `unbound`."""
+    def bound(self, attempt: str, num_tokens: int) -> None:
+        """Counts an attempt that was bound to the instance and will call `unbound`. At a prefiller its tokens count as
+        queued from now on, so that not all who are granted at once go to one: until its leg, which counts them itself,
+        or its end."""
         self.num_attempts += 1
+        if num_tokens and self.role == "prefill":
+            self._bound_tokens[attempt] = num_tokens
+            self.loaded(0, num_tokens)
+
+    def hand_over(self, attempt: str) -> int:
+        """Returns the tokens that are queued because the attempt was bound. Whoever calls this answers for them."""
+        return self._bound_tokens.pop(attempt, 0)
+
+    def _unqueue(self, attempt: str) -> None:
+        """Takes off the queue what was put there because the attempt was bound. Idempotent."""
+        if num_tokens := self._bound_tokens.pop(attempt, 0):
+            self.queue(-num_tokens)
 
     def unbound(self, attempt: str) -> None:
         """Notes that `attempt` is over; the reaper takes care of what it has left behind."""
         self.num_attempts -= 1
+        self._unqueue(attempt)
         super().unbound(attempt)
         if self.trials is not None:
             self._refresh()
@@ -492,6 +508,7 @@ class Instance(Place):
     def leg_started(self, attempt: str = "") -> int:
         """Notes that a leg of `attempt` is sent to the instance. Returns what `leg_finished` must be given."""
         self.num_legs += 1
+        self._unqueue(attempt)
         self.on_trial.pop(attempt, None)  # from here on the breaker counts it
         if self.watched_by:
             self.touch()

@@ -18,7 +18,7 @@ from math import inf
 from typing import Any
 
 from pdproxy.admission.account import Lease, Place
-from pdproxy.admission.admission import Admission, Waiter, note_bound
+from pdproxy.admission.admission import Admission, Waiter
 from pdproxy.admission.custody import PROOFS, Custody, Evidence, Way
 from pdproxy.admission.grant import Grant
 from pdproxy.admission.kernel import Kernel
@@ -225,8 +225,9 @@ class FrontAdmission(Admission):
             lease = account.issue(attempt, pages, self._clock())
         self._held[attempt] = Held(demand.model, owner, peer, lease)
         waiter = self._waiters.pop(demand)
-        waiter.grant = grant = Grant(demand, owner, peer, () if lease is None else (lease,))
-        note_bound(grant)
+        waiter.grant = Grant(demand, owner, peer, () if lease is None else (lease,))
+        for place in (owner, peer):
+            place.bound(attempt, demand.num_tokens)
         if lease is not None and wanted is not None:
             self.shrink(lease, wanted)  # more were granted where the leader did not know how many it takes
         waiter.wake()

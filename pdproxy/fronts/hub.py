@@ -269,14 +269,10 @@ class Session:
         hub.tell_news()  # so that the front knows the two as the kernel did
         pages = grant.leases[0].pages if grant.leases else 0
         owner, peer, is_scarce = hub.place_of(grant.owner), hub.place_of(grant.peer), hub.admission.num_waiting > 0
-        num_tokens = attempt.demand.num_tokens
-        if num_tokens:  # now, and not when the leg is heard of: by then others have been granted
-            self._queue(attempt.instance("prefill"), num_tokens)
+        prefiller = attempt.instance("prefill")
+        num_tokens = prefiller.hand_over(attempt.id)
+        _add(self._num_tokens, prefiller, num_tokens)
         self._send(messages.Granted(attempt.id, owner, peer, pages, is_scarce, num_tokens))
-
-    def _queue(self, instance: Instance, num_tokens: int) -> None:
-        instance.loaded(0, num_tokens)
-        _add(self._num_tokens, instance, num_tokens)
 
     def cancel(self, message: messages.Cancel) -> None:
         """Takes an attempt out of the line. One that was granted meanwhile comes back from the front."""
@@ -306,7 +302,7 @@ class Session:
         attempt.grant = Grant(demand, owner, peer, ())
         for is_owner, place, is_used in ((True, owner, message.uses_owner), (False, peer, message.uses_peer)):
             if is_used:
-                place.bound()
+                place.bound(attempt.id, 0)
                 attempt.bound.add(is_owner)
         if not message.pages:
             self._forget_if_over(attempt)
@@ -450,7 +446,8 @@ class Session:
                 instance.loaded(num_legs, 0)
                 _add(self._num_legs, instance, num_legs)
             if message.num_tokens:
-                self._queue(instance, message.num_tokens)
+                instance.loaded(0, message.num_tokens)
+                _add(self._num_tokens, instance, message.num_tokens)
             if message.num_ok:
                 instance.breaker.succeeded(message.era, message.num_ok)
 

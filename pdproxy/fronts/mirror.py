@@ -40,8 +40,7 @@ class MirroredInstance(Instance):
 
     Mutable state, besides that of `Instance`: the number of its place, which is another one at each leader; the number
     of the last trial, and the breaker's first era under the present leader; what was last said of the load, and in
-    which frame; the prompt tokens that the leader has counted for attempts which have sent no leg yet; whether it is as
-    another leader than the present one has judged it.
+    which frame; whether it is as another leader than the present one has judged it.
     """
 
     number: int
@@ -56,7 +55,6 @@ class MirroredInstance(Instance):
         self._num_trials = 0
         self._first_era = 0
         self._told: tuple[object, messages.Load] | None = None
-        self._promised: dict[str, int] = {}
         self._is_former = False
 
     # ── what the leader says ────────────────────────────────────────────────────────────────────────────────────────
@@ -117,19 +115,12 @@ class MirroredInstance(Instance):
 
     # ── what the leader is told ─────────────────────────────────────────────────────────────────────────────────────
 
-    def promise(self, attempt: str, num_tokens: int) -> None:
-        """Takes note of prompt tokens that the leader has counted as queued here for an attempt. They count until its
-        leg is sent, which counts them itself, or until `keep_none`."""
-        self._promised[attempt] = num_tokens
-        self.queued_tokens += num_tokens
-
-    def keep_none(self, attempt: str) -> None:
-        """Tells the leader that nothing counts as queued here for an attempt because of its grant. Idempotent."""
-        if num_tokens := self._promised.pop(attempt, 0):
-            self.queue(-num_tokens)
+    def decline(self, num_tokens: int) -> None:
+        """Tells the leader that tokens which it has counted because of a grant wait for nothing."""
+        if num_tokens:
+            self._load().num_tokens -= num_tokens
 
     def unbound(self, attempt: str) -> None:
-        self.keep_none(attempt)
         super().unbound(attempt)
         self._front.unbound(attempt, is_owner=self.is_owner)
 
@@ -137,7 +128,7 @@ class MirroredInstance(Instance):
         """Notes that a leg of `attempt` is sent to the instance. Returns what `leg_finished` must be given: the
         breaker's era, or the number of a trial below 0."""
         self.num_legs += 1
-        self.keep_none(attempt)
+        self._unqueue(attempt)
         breaker = self.breaker
         if breaker.state is _CLOSED:
             self._load().num_sent += 1
@@ -321,8 +312,5 @@ class Mirror:
     def granted(self, message: messages.Granted) -> None:
         """Takes a grant."""
         owner, peer = self._places[message.owner], self._places[message.peer]
-        prefiller = owner if owner.role == "prefill" else peer
-        if message.num_tokens:
-            prefiller.promise(message.attempt, message.num_tokens)
         if not self._admission.granted(message.attempt, owner, peer, message.pages, message.is_scarce):
-            prefiller.keep_none(message.attempt)
+            (owner if owner.role == "prefill" else peer).decline(message.num_tokens)

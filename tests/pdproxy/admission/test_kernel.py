@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pdproxy.admission.account import Lease, Place
 from pdproxy.admission.custody import PROOFS, Custody, Evidence, Way
 from pdproxy.admission.grant import Grant, Granted, Refused, Settled
-from pdproxy.admission.kernel import Kernel
+from pdproxy.admission.kernel import SETTLE_S, Kernel
 from pdproxy.admission.line import Demand
 from pdproxy.admission.orphans import MAX_ERRANDS, Job
 from pdproxy.errors import IllegalTransition, IntegrityError, NeverFits, NotReady, QueueFull, QueueTimeout
@@ -905,6 +905,55 @@ def test_an_errand_at_an_owner_is_done_where_the_pages_are_and_at_a_peer_where_i
 
 
 # ── random schedules ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_those_who_waited_until_the_claims_were_over_are_spread_over_all_owners(fleet):
+    house = fleet((8, 8, 8), claims_until=5.0)
+    waiting = [house.wait(1) for _ in range(6)]
+    house.now = 5.1
+    for owner in house.owners[:2]:
+        house.hear(owner, 8, occupied=0)
+        assert house.granted() == []
+    house.hear(house.owners[2], 8, occupied=0)
+    assert house.granted() == waiting
+    assert [owner.account.held for owner in house.owners] == [2, 2, 2]
+
+
+def test_an_owner_that_says_nothing_after_the_claims_holds_nobody_up_for_long(fleet):
+    house = fleet((8, 8), claims_until=5.0)
+    waiting = house.wait(1)
+    house.now = 5.1
+    house.hear(house.owners[1], 8, occupied=0)
+    assert house.granted() == []
+    assert house.kernel.reopens_at == 5.0 + SETTLE_S
+    house.now = 5.0 + SETTLE_S
+    house.kernel.advance(house.now)
+    assert house.granted() == [waiting]
+    assert house.kernel.reopens_at == inf
+    house.take(1)
+
+
+def test_an_owner_that_does_not_answer_is_not_awaited_after_the_claims(fleet):
+    house = fleet((8, 8), claims_until=5.0)
+    waiting = house.wait(1)
+    house.kernel.lost(house.owners[0])
+    house.now = 5.1
+    house.hear(house.owners[1], 8, occupied=0)
+    assert house.granted() == [waiting]
+
+
+def test_before_the_claims_are_over_no_look_opens_anything(fleet):
+    house = fleet((8,), claims_until=5.0)
+    waiting = house.wait(1)
+    house.now = 4.9
+    house.hear(house.owners[0], 8, occupied=0)
+    house.now = 5.1
+    house.hear(house.owners[0], 8, occupied=0, asked_at=4.9)
+    house.now = 5.0 + SETTLE_S
+    house.kernel.advance(house.now)
+    assert house.granted() == []
+    house.hear(house.owners[0], 8, occupied=0)
+    assert house.granted() == [waiting]
 
 
 class AnySchedule(RuleBasedStateMachine):

@@ -293,7 +293,7 @@ async def says_the_same_number_everywhere(page: Page, proxy: Proxy) -> None:
     assert instance is not None
     for num, text in ((1, "1 request"), (2, "2 requests"), (1, "1 request")):
         while instance.num_attempts < num:
-            instance.bound()
+            instance.bound("a", 0)
         while instance.num_attempts > num:
             instance.unbound("")
         await page.until(says("#warning", f"{text} under way may finish"), SOON_S)

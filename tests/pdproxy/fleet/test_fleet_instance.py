@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from pdproxy.admission.admission import Admission
+from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
 from pdproxy.engines.adapter import MalformedReply
 from pdproxy.engines.info import Receiver
 from pdproxy.fleet.breaker import BreakerLimits, BreakerState
 from pdproxy.fleet.instance import Health, HealthPolicy, Instance
+from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
+from pdproxy.fleet.routing.router import Router
 from pdproxy.fleet.slow_start import SlowStart
 from tests.fakes.fleet import Clock, Held, facts, make_admission, make_instance, make_ready, settings
 
@@ -289,7 +294,7 @@ async def test_idle_when_nothing_is_bound_under_way_or_held() -> None:
     assert not instance.is_idle
     instance.leg_finished(era, "ok")
     assert instance.is_idle
-    instance.bound()
+    instance.bound("a", 0)
     assert not instance.is_idle
     instance.unbound("")
     assert instance.is_idle
@@ -369,3 +374,31 @@ def test_status_tells_why_it_gets_no_requests() -> None:
     status = instance.status()
     assert (status["state"], status["draining"], status["routable"], status["weight"]) == ("ready", True, False, 1.0)
     assert (status["breaker"]["state"], status["breaker"]["leg"]) == ("open", "decode")
+
+
+async def test_prompts_that_are_granted_in_one_instant_go_to_several_prefillers() -> None:
+    queued = make_policy("least_queued_tokens", PolicyOptions(rng=random.Random(0)))
+    turns = make_policy("round_robin", PolicyOptions(rng=random.Random(0)))
+    router = Router(prefill_policy=queued, decode_policy=turns, session_header="x-session-id")
+    admission = Admission(Kernel(router), clock=Clock())
+    prefillers = [make_ready(make_instance(f"p{n}", "prefill", admission=admission)) for n in range(4)]
+    decoder = make_instance(admission=admission)
+    for instance in (*prefillers, decoder):
+        admission.add(instance)
+    for instance in prefillers:
+        instance.proven()
+    demands = [Demand(f"a{n}", None, lambda shape: 1, age=float(n), num_tokens=100) for n in range(8)]
+    grants: list[Any] = []
+    for demand in demands:
+        assert admission.ask(demand, lambda grant, error: grants.append(grant)) is None
+    make_ready(decoder, num_pages=8)
+    assert len(grants) == 8
+    assert [one.queued_tokens for one in prefillers] == [200] * 4
+    first = grants[0].peer
+    with first.prefilling(100):
+        first.leg_started("a0")
+        assert first.queued_tokens == 200, "not counted twice"
+    for grant in grants:
+        for place in (grant.owner, grant.peer):
+            place.unbound(grant.demand.attempt)
+    assert [one.queued_tokens for one in prefillers] == [0] * 4
