@@ -222,3 +222,45 @@ def test_the_scrape_configuration_is_one(tmp_path: Path) -> None:
     for one in RULES:
         (tmp_path / one.name).write_text(one.read_text())
     assert "SUCCESS" in programs.output_of(programs.promtool(), "check", "config", copy)
+
+
+# ── pools ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _fleet(**pages: tuple[str, str, str, str]) -> Series:
+    """Instances by name, each with its role and with pages: held, waited for, and those that there are."""
+    series: Series = {}
+    for name, (role, *figures) in pages.items():
+        of_one = f'job="p",instance="10.0.0.1:9100",exported_instance="{name}"'
+        series[f'pdproxy_instance_ready{{{of_one},role="{role}"}}'] = "1x5"
+        for metric, figure in zip(("slots_held", "queue_pages", "slots_capacity"), figures, strict=True):
+            series[f"pdproxy_{metric}{{{of_one}}}"] = " ".join([figure] * 5)
+    return series
+
+
+def test_pools_are_scaled_by_pages_in_instances_worth(tmp_path: Path) -> None:
+    """Those of the other role, and those without admission, count for nothing; the figures of a replica that led until
+    just now do not count twice."""
+    fleet = _fleet(
+        a=("decode", "80", "20", "100"), b=("decode", "25", "25", "100"), c=("decode", "9", "0", "Inf"),
+        d=("prefill", "30", "10", "10"),
+    )  # fmt: skip
+    before = {name.replace("10.0.0.1", "10.0.0.2"): values for name, values in fleet.items()}
+    asked = {where: query for where, query in queries() if where.startswith("scale") and "slots_held" in query}
+    expected = {"scale: pdproxy-prefill 1": 4.0, "scale: pdproxy-decode 1": 1.5}
+    assert asked.keys() == expected.keys()
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in series.items()],
+            "promql_expr_test": [
+                {"expr": query, "eval_time": "2m", "exp_samples": [{"labels": "{}", "value": value}]}
+                for where, query in asked.items()
+                for value in [expected[where] if series else 0.0]
+            ],
+        }
+        for series in (fleet, fleet | before, {})
+    ]
+    file = tmp_path / "pools.test.yaml"
+    file.write_text(json.dumps({"rule_files": [], "evaluation_interval": "30s", "tests": tests}))
+    programs.output_of(programs.promtool(), "test", "rules", file)
