@@ -26,6 +26,10 @@ LISTED = {
     r"(\./)?examples/1p1d/run\.sh( --once)?": "tests/e2e/test_demo.py runs it",
     r"vllm serve .*": "needs vLLM, on GPUs",
     r"python -m sglang\.launch_server .*": "needs SGLang, on GPUs",
+    r"(docker|podman) .*": "needs an engine for containers; tests/examples/test_container.py has what they would run",
+    r"(kubectl|helm) .*": "needs a cluster; tests/examples/test_kubernetes.py renders and checks what it would get",
+    r"systemctl .*": "needs systemd at work; tests/examples/test_systemd.py has it check the unit",
+    r"python3 -m venv .*|/opt/pdproxy/bin/pip install .*|install -.*": "installs as root",
     r"… .*": "a part of a command",
 }
 """Patterns of whole commands."""

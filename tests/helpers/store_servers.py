@@ -10,20 +10,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import debian
+from tests.helpers.debian import NotToBeHadError
+
 REQUIRE = "PDPROXY_REQUIRE_STORES"
 """Set to 1, it makes an error of what is otherwise a skip."""
-_FETCH_S = 120
-
-
-class NotToBeHadError(Exception):
-    """There is no such program on this machine, and none could be fetched. The message says how to get it."""
 
 
 def program(kind: str) -> Path:
@@ -55,40 +51,4 @@ def _redis() -> Path:
 
 @cache
 def _etcd() -> Path:
-    if path := shutil.which("etcd"):
-        return Path(path)
-    cache_folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    kept = Path(cache_folder) / "pdproxy" / "servers" / "etcd"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-            # It gets its name last, and so is whole where it is there; of two processes the second replaces the same.
-            _from_debian("etcd-server", "usr/bin/etcd", Path(scratch)).replace(kept)
-    return kept
-
-
-def _from_debian(package: str, path: str, scratch: Path) -> Path:
-    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        raise NotToBeHadError(f"install etcd (Debian and Ubuntu: the package {package}), or name it in PDPROXY_ETCD")
-    # Lists of our own: the machine's may be missing, and only root can fetch those.
-    for folder in ("lists/partial", "archives/partial"):
-        (scratch / folder).mkdir(parents=True)
-    apt = ["apt-get", "-qq", "-o", f"Dir::State::Lists={scratch / 'lists'}", "-o", f"Dir::Cache={scratch}"]
-    apt += ["-o", "APT::Sandbox::User=", "-o", "Debug::NoLocking=1"]
-    _run([*apt, "update"], scratch)
-    _run([*apt, "download", package], scratch)
-    archive = next(scratch.glob(f"{package}_*.deb"), None)
-    if archive is None:
-        raise NotToBeHadError(f"apt-get fetched no {package}")
-    _run(["dpkg-deb", "-x", str(archive), str(scratch / "whole")], scratch)
-    return scratch / "whole" / path
-
-
-def _run(command: list[str], folder: Path) -> None:
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_FETCH_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise NotToBeHadError(f"{command[0]} took longer than {_FETCH_S} s") from None
-    if done.returncode != 0:
-        last = (done.stderr.strip() or "no word of it").splitlines()[-1]
-        raise NotToBeHadError(f"{command[0]} failed: {last}")
+    return debian.program("etcd-server", "usr/bin/etcd", "PDPROXY_ETCD")
