@@ -44,6 +44,7 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.page_count import Shapes
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import ExpectedBuffer, Probe
+from pdproxy.fleet.roster import Entry, Roster
 from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
 from pdproxy.fleet.routing.router import Router
 from pdproxy.fleet.slow_start import SlowStart
@@ -665,9 +666,7 @@ def _file_watch(
     return FileWatch(
         settings.config,
         _reader(settings),
-        membership,
-        pool,
-        present=fleet,
+        Roster(str(settings.config), membership, pool, present=map(Entry, fleet)),
         interval_s=settings.watch_interval_s if settings.watch_config else None,
     )
 
