@@ -63,25 +63,29 @@ def _etcd() -> Path:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
             # It gets its name last, and so is whole where it is there; of two processes the second replaces the same.
-            _from_debian("etcd-server", "usr/bin/etcd", Path(scratch)).replace(kept)
+            how = "install etcd (Debian and Ubuntu: the package etcd-server), or name it in PDPROXY_ETCD"
+            (from_debian(["etcd-server"], Path(scratch), how) / "usr/bin/etcd").replace(kept)
     return kept
 
 
-def _from_debian(package: str, path: str, scratch: Path) -> Path:
+def from_debian(packages: list[str], scratch: Path, how: str) -> Path:
+    """Returns a folder in `scratch` with the files of Debian's packages. Raises `NotToBeHadError`, which says `how` to
+    get them where there is no apt."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        raise NotToBeHadError(f"install etcd (Debian and Ubuntu: the package {package}), or name it in PDPROXY_ETCD")
+        raise NotToBeHadError(how)
     # Lists of our own: the machine's may be missing, and only root can fetch those.
     for folder in ("lists/partial", "archives/partial"):
         (scratch / folder).mkdir(parents=True)
     apt = ["apt-get", "-qq", "-o", f"Dir::State::Lists={scratch / 'lists'}", "-o", f"Dir::Cache={scratch}"]
     apt += ["-o", "APT::Sandbox::User=", "-o", "Debug::NoLocking=1"]
     _run([*apt, "update"], scratch)
-    _run([*apt, "download", package], scratch)
-    archive = next(scratch.glob(f"{package}_*.deb"), None)
-    if archive is None:
-        raise NotToBeHadError(f"apt-get fetched no {package}")
-    _run(["dpkg-deb", "-x", str(archive), str(scratch / "whole")], scratch)
-    return scratch / "whole" / path
+    _run([*apt, "download", *packages], scratch)
+    for package in packages:
+        archive = next(scratch.glob(f"{package}_*.deb"), None)
+        if archive is None:
+            raise NotToBeHadError(f"apt-get fetched no {package}")
+        _run(["dpkg-deb", "-x", str(archive), str(scratch / "whole")], scratch)
+    return scratch / "whole"
 
 
 def _run(command: list[str], folder: Path) -> None:
