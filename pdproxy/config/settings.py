@@ -147,6 +147,7 @@ class Settings(BaseSettings):
     discover_port: str | None = setting(
         None, "Number or name of the pods' port; default: their port named http, or the only one they declare"
     )
+    inference_pool: str | None = setting(None, "InferencePool to which the pods must belong, and whose port they have")
     dns_interval_s: Seconds = setting(5.0, "Time between two looks at the addresses of a name (dns+http://)")
     dns_server: str | None = setting(
         None, "Name server that is asked for them, as ADDRESS:PORT; default: those of this machine"

@@ -14,6 +14,7 @@ FOR_PODS = (
     "discover_preset",
     "discover_namespace",
     "discover_port",
+    "inference_pool",
 )
 """The options that mean something with ``discover`` alone."""
 
@@ -48,11 +49,14 @@ def _kubernetes(settings: Settings) -> Source:
         {"prefill": settings.prefill_service, "decode": settings.decode_service},
         settings.discover_preset,
     )
+    if settings.inference_pool is not None and not all(one.labels for one in asked):
+        raise ConfigError("inference_pool: it has pods and no services; give prefill_selector and decode_selector")
     return KubernetesPods(
         asked,
         kubernetes_client,
         namespace=settings.discover_namespace or own_namespace(),
         engine=settings.flag_engine,
         port=settings.discover_port,
+        pool=settings.inference_pool,
         complete=settings.found,
     )

@@ -19,7 +19,7 @@ from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.values import Engine, Role
 from pdproxy.discovery.cluster import Connect, Reflector
 from pdproxy.discovery.discovery import Tell
-from pdproxy.discovery.pods import Meta, Pod, PodError, Slice, of_endpoint, of_pod, ready_endpoints
+from pdproxy.discovery.pods import InferencePool, Meta, Pod, PodError, Slice, of_endpoint, of_pod, ready_endpoints
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.roster import Entry
 
@@ -117,25 +117,31 @@ class KubernetesPods:
         namespace: str,
         engine: Engine,
         port: str | None = None,
+        pool: str | None = None,
         complete: Callable[[InstanceSettings], InstanceSettings] = lambda one: one,
-        make_reflector: Callable[..., Reflector[Pod] | Reflector[Slice]] = Reflector,
     ) -> None:
-        """`namespace` may be ``*``. `complete` adds to an instance what the options say of its kind."""
+        """`namespace` may be ``*``. `pool` names an InferencePool to which the pods must belong. `complete` adds to an
+        instance what the options say of its kind."""
         self._asked = asked
         self._namespace = namespace
         self._engine: Engine = engine
         self._port = port
+        self._pool = pool
         self._complete = complete
-        self._make_reflector = partial(make_reflector, connect)
+        self._connect = connect
         self._num_heard = 0
         self._pods: dict[Role, _Table[Pod]] = {}
         self._slices: dict[Role, _Table[Slice]] = {}
+        self._pools = _Table[InferencePool](self._count, self._changed)
         self._told: dict[str, str] = {}
         self._tell: Tell = lambda entries: None
 
     async def run(self, tell: Tell) -> None:
         self._tell = tell
         async with anyio.create_task_group() as tasks:
+            if self._pool is not None:
+                path = self._path("apis/inference.networking.k8s.io/v1", "inferencepools")
+                tasks.start_soon(self._reflect(path, InferencePool, self._pools, "", f"metadata.name={self._pool}").run)
             for query in self._asked:
                 if query.labels:
                     pods = self._pods[query.role] = _Table[Pod](self._count, self._changed)
@@ -146,8 +152,8 @@ class KubernetesPods:
                     label = f"{SERVICE_LABEL}={query.service}"
                     tasks.start_soon(self._reflect(path, Slice, slices, label).run)
 
-    def _reflect(self, path: str, kind: type, table: object, labels: str) -> Reflector[Pod] | Reflector[Slice]:
-        return self._make_reflector(path, kind, table, labels=labels)
+    def _reflect(self, path: str, kind: type[T], table: _Table[T], labels: str, fields: str = "") -> Reflector[T]:
+        return Reflector(self._connect, path, kind, table, labels=labels, fields=fields)
 
     def _path(self, group: str, kind: str) -> str:
         middle = "" if self._namespace == EVERYWHERE else f"namespaces/{self._namespace}/"
@@ -189,7 +195,8 @@ class KubernetesPods:
                 )
             return
         for number, pod in pods.objects.values():
-            if pod.is_ready and (ready is None or pod.metadata.uid in ready):
+            is_here = pod.is_ready and (ready is None or pod.metadata.uid in ready)
+            if is_here and (self._pool is None or self._pool_of(pod) is not None):
                 yield f"the pod {'/'.join(pod.metadata.key)}", partial(self._of_pod, query.role, number, pod)
 
     def _of_pod(self, role: Role, number: int, pod: Pod) -> Entry | None:
@@ -197,7 +204,15 @@ class KubernetesPods:
         if not self._is_of(role, number, pod):
             return None
         with_namespace = self._namespace == EVERYWHERE
-        return of_pod(pod, role, self._engine, port=self._port, with_namespace=with_namespace)
+        pool, port = self._pool_of(pod), self._port
+        if port is None and pool is not None:
+            port = pool.port
+        return of_pod(pod, role, self._engine, port=port, with_namespace=with_namespace)
+
+    def _pool_of(self, pod: Pod) -> InferencePool | None:
+        """Returns the pool that has the pod. A pool has pods of its own namespace alone."""
+        namespace = pod.metadata.namespace
+        return next((one for one in self._pools.all() if one.metadata.namespace == namespace and one.has(pod)), None)
 
     def _is_of(self, role: Role, number: int, pod: Pod) -> bool:
         """Tells whether a pod that is listed for `role` has that role. While its labels change it may be listed for

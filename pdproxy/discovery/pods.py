@@ -177,6 +177,42 @@ class Slice(msgspec.Struct, rename="camel"):
         return named[0]
 
 
+class PoolSelector(msgspec.Struct, rename="camel"):
+    """PoolSelector has the labels of an InferencePool's pods."""
+
+    match_labels: dict[str, str] | None = None
+
+
+class PoolPort(msgspec.Struct):
+    """PoolPort is a port at which each pod of an InferencePool serves."""
+
+    number: int
+
+
+class PoolSpec(msgspec.Struct, rename="camel"):
+    """PoolSpec is what is read of an InferencePool's spec."""
+
+    selector: PoolSelector
+    target_ports: list[PoolPort] | None = None
+
+
+class InferencePool(msgspec.Struct):
+    """InferencePool says which pods belong together, and at which port they serve."""
+
+    metadata: Meta
+    spec: PoolSpec
+
+    def has(self, pod: Pod) -> bool:
+        """Tells whether the pod has the pool's labels. A pool without labels has none."""
+        wanted, labels = self.spec.selector.match_labels or {}, pod.metadata.labels or {}
+        return bool(wanted) and all(labels.get(name) == value for name, value in wanted.items())
+
+    @property
+    def port(self) -> str | None:
+        """Returns the first of the pool's ports; the others are further endpoints of the same pods."""
+        return str(self.spec.target_ports[0].number) if self.spec.target_ports else None
+
+
 class PodError(Exception):
     """A pod cannot be an instance. The message says why."""
 

@@ -248,6 +248,23 @@ async def test_pods_that_are_ready_in_a_service(api: KubernetesApi) -> None:
         await until(lambda: not told.urls)
 
 
+async def test_the_pods_of_an_inference_pool(api: KubernetesApi) -> None:
+    def pool(app: str, *ports: int) -> dict[str, Any]:
+        spec = {"selector": {"matchLabels": {"app": app}}, "targetPorts": [{"number": port} for port in ports]}
+        return {"metadata": {"name": "it"}, "spec": spec}
+
+    for number, app in enumerate(("one", "two")):
+        api.put("pods", labelled(engine(app, "prefill", f"10.0.0.{number}"), {"app": app}))
+    api.put("inferencepools", {**pool("two"), "metadata": {"name": "another"}})
+    async with watching(pool="it") as told:
+        await is_watched(api)
+        assert not told.urls, "the pool is not there"
+        api.put("inferencepools", pool("one", 8300))
+        await until(lambda: told.urls == {"one": "http://10.0.0.0:8300"})
+        api.put("inferencepools", pool("two"))
+        await until(lambda: told.urls == {"two": "http://10.0.0.1:8000"})
+
+
 # ── options ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -366,6 +383,24 @@ async def test_a_new_incarnation_at_the_same_address(api: KubernetesApi, monkeyp
         api.put("pods", engine("a", "decode", uid="two"))
         await until(lambda: fleet.pool.instances and fleet.pool.instances[0] is not before)
         assert before.is_draining
+
+
+async def test_odd_pods_harm_nobody(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = [{"port": port} for port in ("99999", "0", "-1", "x y", "\u0661", "")]
+    odd += [{"engine": "lmcache", "receiver-ports": ports} for ports in ("", "a,b", "7300,7300", "0")]
+    odd += [{"chunk-size": "0"}, {"chunk-size": "16"}, {"model": "m" * 5000}, {"model": "a\nb"}, {"kv-port": "5700"}]
+    for number, said in enumerate(odd):
+        annotations = {f"pdproxy.instance/{name}": text for name, text in said.items()}
+        api.put("pods", engine(f"odd-{number}", "decode", f"10.1.0.{number}", annotations=annotations))
+    for number, ip in enumerate(("10.0.0", "fe80::1%eth0", "a b", "[", "::ffff:10.0.0.9")):
+        api.put("pods", engine(f"where-{number}", "prefill", ip))
+    api.put("pods", {**engine("bare", "decode"), "spec": {}})
+    api.put("pods", {"metadata": {"name": "barer", "labels": {"role": "decode"}}})
+    async with following(monkeypatch) as fleet:
+        api.put("pods", engine("good", "decode", "10.2.0.1"))
+        await until(lambda: ("good", "decode") in fleet.present)
+        assert fleet.present >= {("odd-11", "decode"), ("where-4", "prefill")}
+        await asyncio.sleep(0.1)
 
 
 async def test_the_fleet_is_what_the_cluster_says(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
