@@ -19,7 +19,17 @@ from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.values import Engine, Role
 from pdproxy.discovery.cluster import Connect, Reflector
 from pdproxy.discovery.discovery import Tell
-from pdproxy.discovery.pods import InferencePool, Meta, Pod, PodError, Slice, of_endpoint, of_pod, ready_endpoints
+from pdproxy.discovery.pods import (
+    Endpoint,
+    InferencePool,
+    Meta,
+    Pod,
+    PodError,
+    Slice,
+    of_endpoint,
+    of_pod,
+    ready_endpoints,
+)
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.roster import Entry
 
@@ -106,7 +116,8 @@ def known_as(known: tuple[int, T] | None, one: T, count: Callable[[], int]) -> t
 class KubernetesPods:
     """KubernetesPods finds the pods of both roles. Implements `discovery.Source`.
 
-    Mutable state: the objects that each reflector has told; what was complained of, by pod.
+    Mutable state: the objects that each reflector has told; the instances made of pods, by what they were made of; what
+    was complained of, by pod.
     """
 
     def __init__(
@@ -133,6 +144,7 @@ class KubernetesPods:
         self._pods: dict[Role, _Table[Pod]] = {}
         self._slices: dict[Role, _Table[Slice]] = {}
         self._pools = _Table[InferencePool](self._count, self._changed)
+        self._made: dict[tuple[Role, int, str | None], Entry] = {}
         self._told: dict[str, str] = {}
         self._tell: Tell = lambda entries: None
 
@@ -170,6 +182,8 @@ class KubernetesPods:
             if self._told.get(name) != what:
                 log.warning("%s is no instance: %s", name, what)
         self._told = complaints
+        if len(self._made) > 2 * sum(len(pods.objects) for pods in self._pods.values()):
+            self._forget()
 
     def _entries(self, complaints: dict[str, str]) -> Iterator[Entry]:
         """Yields the instances that may be sent requests now. Those that cannot be instances are complained of."""
@@ -181,7 +195,7 @@ class KubernetesPods:
                     complaints[name] = str(error)
                 else:
                     if entry is not None:
-                        yield replace(entry, settings=self._complete(entry.settings))
+                        yield entry
 
     def _ready(self, query: Query) -> Iterator[tuple[str, Callable[[], Entry | None]]]:
         """Yields what messages call each pod that is ready, and what makes it an instance of this role."""
@@ -189,15 +203,16 @@ class KubernetesPods:
         ready = None if slices is None else ready_endpoints(slices.all())
         if pods is None:
             for identity, (endpoint, slice_) in (ready or {}).items():
-                yield (
-                    f"the endpoint {identity}",
-                    partial(of_endpoint, endpoint, slice_, query.role, self._engine, port=self._port),
-                )
+                yield f"the endpoint {identity}", partial(self._of_endpoint, query.role, endpoint, slice_)
             return
         for number, pod in pods.objects.values():
             is_here = pod.is_ready and (ready is None or pod.metadata.uid in ready)
             if is_here and (self._pool is None or self._pool_of(pod) is not None):
                 yield f"the pod {'/'.join(pod.metadata.key)}", partial(self._of_pod, query.role, number, pod)
+
+    def _of_endpoint(self, role: Role, endpoint: Endpoint, slice_: Slice) -> Entry:
+        made = of_endpoint(endpoint, slice_, role, self._engine, port=self._port)
+        return replace(made, settings=self._complete(made.settings))
 
     def _of_pod(self, role: Role, number: int, pod: Pod) -> Entry | None:
         """Returns the instance that the pod is; None where it has another role by now. Raises `PodError`."""
@@ -207,7 +222,17 @@ class KubernetesPods:
         pool, port = self._pool_of(pod), self._port
         if port is None and pool is not None:
             port = pool.port
-        return of_pod(pod, role, self._engine, port=port, with_namespace=with_namespace)
+        made_of = role, number, port
+        made = self._made.get(made_of)
+        if made is None:
+            made = of_pod(pod, role, self._engine, port=port, with_namespace=with_namespace)
+            made = self._made[made_of] = replace(made, settings=self._complete(made.settings))
+        return made
+
+    def _forget(self) -> None:
+        """Forgets the instances made of pods as they are no longer."""
+        numbers = {number for pods in self._pods.values() for number, _ in pods.objects.values()}
+        self._made = {made_of: one for made_of, one in self._made.items() if made_of[1] in numbers}
 
     def _pool_of(self, pod: Pod) -> InferencePool | None:
         """Returns the pool that has the pod. A pool has pods of its own namespace alone."""
