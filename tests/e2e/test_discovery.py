@@ -20,7 +20,10 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import Cluster, Process, free_ports, started
+from tests.e2e.test_replicas import TERM_S, leader_of
 from tests.fakes.kubernetes_api import NAMESPACE, KubernetesApi, pod, terminating
+from tests.helpers.name_server import NameServer
+from tests.helpers.store_process import StoreProcess
 from tests.helpers.warmed import Program
 
 pytest.importorskip("lightkube")
@@ -229,3 +232,41 @@ async def test_pods_come_and_go_under_load(tiny_model: Callable[..., Path], tmp_
             assert load.outcomes.keys() == {"ok"}, load.outcomes
             await api.start()
             await cluster.settled()
+
+
+async def test_the_next_leader_knows_the_fleet_while_dns_is_away(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    store = StoreProcess("etcd", tmp_path / "store")
+    store.start()
+    try:
+        with NameServer(tmp_path) as names, started(tiny_model(), tmp_path) as cluster:
+            (port,) = free_ports(1)
+            for role, host in (("prefill", "127.0.0.31"), ("decode", "127.0.0.32")):
+                options = ["--chunk-size", "64", "--host", host]
+                cluster.start_engine(role, role, options, port=port).url = f"http://{host}:{port}"
+            names.set(prefill=["127.0.0.31"], decode=["127.0.0.32"])
+            options = ["--coordinator", store.url, "--term-s", str(TERM_S), "--dns-server", names.address]
+            options += ["--dns-interval-s", "0.5", "--chunk-size", "64", "--drain-grace-s", "0"]
+            for role in ("prefill", "decode"):
+                options += [f"--{role}", f"dns+http://{role}.{names.zone}:{port}"]
+            proxies = ["proxy-0", "proxy-1"]
+            for name in proxies:
+                (own,) = free_ports(1)
+                cluster.start(name, "proxy", own, ["pdproxy", "serve", "--port", str(own), *options])
+            for name in proxies:
+                await cluster.wait_ready(name)
+            leader = await leader_of(cluster, proxies)
+            (other,) = set(proxies) - {leader}
+
+            names.stop()
+            process = cluster.processes.pop(leader)
+            process.signal(signal.SIGKILL)
+            process.end()
+            async with httpx.AsyncClient(timeout=60) as client:
+                cluster.processes["proxy"] = cluster.processes.pop(other)
+                assert await stream(client, cluster, "who leads?", 8, []) == "ok"
+            assert set(await fleet(cluster)) == {"prefill-0-127.0.0.31", "decode-0-127.0.0.32"}
+            await cluster.settled()
+    finally:
+        store.kill()
