@@ -52,6 +52,8 @@ class Faults:
     is_continue_gone: bool = False
     cut_bytes: random.Random | None = None
     """Whether events are sent in pieces of any size."""
+    is_cut_within: bool = False
+    """Whether the next watch ends, in order, within its first event."""
 
 
 class KubernetesApi:
@@ -264,6 +266,12 @@ class KubernetesApi:
                 if version <= seen or of != collection:
                     continue
                 told = _as_seen(what, one, before, chosen)
+                if told is not None and self.faults.is_cut_within:
+                    self.faults.is_cut_within = False
+                    half = json.dumps({"type": told, "object": one}).encode()[:-40]
+                    writer.write(b"%x\r\n%b\r\n" % (len(half), half))
+                    await _end(writer)
+                    return
                 if told is not None:
                     await self._event(writer, told, one)
             seen = max(seen, self.version)

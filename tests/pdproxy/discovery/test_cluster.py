@@ -162,6 +162,16 @@ async def test_a_bookmark_keeps_a_quiet_watch_from_going_stale(api: KubernetesAp
         assert seen.num_lists == 1
 
 
+async def test_a_watch_that_ends_within_an_event(api: KubernetesApi) -> None:
+    async with reflecting() as seen:
+        await is_watched(api)
+        api.faults.is_cut_within = True
+        api.put("pods", pod("a"))
+        await until(sees(seen, "a"))
+        assert api.counts["watch pods"] == 2
+        assert seen.num_events == 1
+
+
 async def test_gone_as_an_event(api: KubernetesApi) -> None:
     api.put("pods", pod("a"))
     async with reflecting() as seen:
