@@ -8,9 +8,10 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +30,8 @@ from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
 from pdproxy.dashboard.snapshotter import Snapshotter
 from pdproxy.dashboard.traffic import Traffic
+from pdproxy.discovery.discovery import Discovery
+from pdproxy.discovery.factory import make_discovery
 from pdproxy.engines.adapter import Adapter
 from pdproxy.engines.factory import TAKE_IDS, make_adapter, warn_of_mistakes
 from pdproxy.engines.http.base import EngineClient
@@ -44,6 +47,7 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.page_count import Shapes
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import ExpectedBuffer, Probe
+from pdproxy.fleet.roster import Entry, Roster
 from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
 from pdproxy.fleet.routing.router import Router
 from pdproxy.fleet.slow_start import SlowStart
@@ -134,6 +138,7 @@ def assemble(
     *,
     make_client: MakeClient | None = None,
     fleet: Sequence[InstanceSettings] | None = None,
+    discovery: Discovery | None = None,
     elsewhere: Elsewhere | None = None,
     notify: Callable[[], str] | None = None,
     term: int | None = None,
@@ -141,7 +146,8 @@ def assemble(
 ) -> Proxy:
     """Builds everything and starts nothing. Raises `ConfigError` that names the option at fault.
 
-    `make_client` replaces HTTP, for tests. `fleet` replaces the one that the options name. `elsewhere` has the figures
+    `make_client` replaces HTTP, for tests. `fleet` replaces the one that the options name, and then `discovery`, which
+    runs already, what they say of discovery. `elsewhere` has the figures
     of the proxy's other processes. `notify` tells where canaries' KV signals go to, where that is not this proxy's own
     socket. A proxy that admits in a `term` grants nothing before the time `claims_until` on the
     monotonic clock.
@@ -151,7 +157,9 @@ def assemble(
     make_client = make_client or http_client(settings, descriptors)
     board = KvBoard()
     elsewhere = elsewhere or Elsewhere()
+    own_discovery = make_discovery(settings) if fleet is None else None
     fleet = settings.fleet() if fleet is None else fleet
+    found = [] if discovery is None else unlike(fleet, discovery.found)
     warn_of_mistakes(fleet, settings)
     router = make_router(settings, random.Random())
     admission = make_admission(settings, router, claims_until=claims_until)
@@ -170,7 +178,7 @@ def assemble(
             descriptors.legs_per_request = 2
         return instance
 
-    pool = Pool(admission, (make_one(one, False) for one in fleet))
+    pool = Pool(admission, (make_one(one, False) for one in (*fleet, *(entry.settings for entry in found))))
     signals = Signals(board, settings, pool)
 
     def make_newcomer(one: InstanceSettings) -> Instance:
@@ -228,6 +236,10 @@ def assemble(
     followers: list[Runner] = [probe.run, membership.run, feed.run, ended_peers.run, lag.run, descriptors.run]
     if watch is not None:
         followers.append(watch.run)
+    if own_discovery is not None:
+        followers.append(own_discovery.run)
+    if (leading := discovery or own_discovery) is not None:
+        followers.append(partial(leading.lead, Roster("discovery", membership, pool, present=found)))
     running = Running(signals, reaper, orchestrator, pool, sizer, tracing, followers)
     app = build_app(
         generation_routes=generation_routes(settings, orchestrator, observer, keys, tracing, memory),
@@ -260,6 +272,12 @@ def assemble(
         counts=counts,
         elsewhere=elsewhere,
     )
+
+
+def unlike(fleet: Sequence[InstanceSettings], found: Iterable[Entry]) -> list[Entry]:
+    """Returns those that were found which have neither name nor place of an instance that is given."""
+    names, places = {one.name for one in fleet}, {one.place for one in fleet}
+    return [one for one in found if one.name not in names and one.settings.place not in places]
 
 
 def make_orchestrator(
@@ -665,9 +683,7 @@ def _file_watch(
     return FileWatch(
         settings.config,
         _reader(settings),
-        membership,
-        pool,
-        present=fleet,
+        Roster(str(settings.config), membership, pool, present=map(Entry, fleet)),
         interval_s=settings.watch_interval_s if settings.watch_config else None,
     )
 
@@ -682,6 +698,7 @@ def _reader(settings: Settings) -> Callable[[], tuple[InstanceSettings, ...]]:
         fleet = fresh.fleet()
         names = Settings.model_fields.keys() - {"instances"}
         changed = sorted(name for name in names if getattr(fresh, name) != getattr(settings, name))
+        changed += ["instances (dns+http://)"] * (fresh.services() != settings.services())
         if changed and changed != told:
             log.warning(
                 "%s: %s changed; that needs a start, only [[instances]] are followed",

@@ -11,6 +11,7 @@ SECTIONS = {
     "config": "The file, and where the proxy listens",
     "coordinator": "Replicas",
     "instances": "The fleet",
+    "discover": "Instances that are found",
     "first_token": "What is special about some engines",
     "prefill_policy": "Who gets a request",
     "proxy_host": "KV signals",

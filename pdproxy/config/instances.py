@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from itertools import combinations
 from pathlib import Path
@@ -41,6 +42,8 @@ ONLY_FOR: dict[str, frozenset[Engine]] = {
 """The kinds of engines that have a field; a field that is not here is for all kinds."""
 
 
+SERVICE_PREFIX = "dns+"
+"""The beginning of a url that stands for many: each address of its name is an instance."""
 MAX_URL_CHARS = 2048
 _NOT_IN_URLS = frozenset(' "<>\\^`{|}')
 _LINK_LOCAL = ip_network("169.254.0.0/16"), ip_network("fe80::/10")
@@ -87,7 +90,9 @@ class InstanceSettings(BaseModel):
     role: Role
     """The instance's part in a pair."""
     url: str
-    """The address at which the instance listens, as ``http://host:port``."""
+    """The address at which the instance listens, as ``http://host:port``. With ``dns+http://name:port`` the table
+    stands for as many instances as the name has addresses.
+    """
     engine: Engine = "builtin"
     """The kind of the engine."""
     receiver_ports: tuple[PortNumber, ...] = ()
@@ -136,6 +141,11 @@ class InstanceSettings(BaseModel):
             if getattr(self, name) not in (None, ()) and self.engine not in engines:
                 raise ValueError(f"{name} is for {' and '.join(sorted(engines))}, not for {self.engine}")
         return self
+
+    @property
+    def is_service(self) -> bool:
+        """Tells whether this stands for all instances behind a name in DNS."""
+        return self.url.startswith(SERVICE_PREFIX)
 
     @property
     def place(self) -> tuple[str, int | None]:
@@ -205,6 +215,22 @@ def is_place(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is no number from 0 to 65535, or a bracket is left open
         return False
+
+
+def check_service(service: InstanceSettings) -> None:
+    """Raises `ConfigError` where the url is none of a service in DNS."""
+    url = service.url.removeprefix(SERVICE_PREFIX)
+    if not is_place(url):
+        raise ConfigError(f"instances: the url {service.url!r} of {service.name!r} is not dns+http://name:port")
+    host = urlsplit(url).hostname or ""
+    with suppress(ValueError):
+        ip_address(host)
+        raise ConfigError(f"instances: the url {service.url!r} of {service.name!r} has an address; leave out dns+")
+    if service.launch is not None:
+        raise ConfigError(
+            f"instances.launch: {service.name!r} cannot be started here, for its url {service.url!r} stands for the "
+            "instances that DNS names"
+        )
 
 
 def is_link_local(host: str) -> bool:

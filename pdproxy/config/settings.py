@@ -28,12 +28,14 @@ from pydantic_settings import (
 
 from pdproxy.config.instances import (
     ONLY_FOR,
+    SERVICE_PREFIX,
     InstanceSettings,
     LaunchSettings,
     ModelSettings,
     check_clashes,
     check_models,
     check_names,
+    check_service,
     is_one_model,
     is_place,
     named,
@@ -44,6 +46,8 @@ from pdproxy.config.values import (
     ByteSize,
     CommaList,
     DecodePolicy,
+    Discover,
+    DiscoverPresets,
     Engine,
     EngineClientKind,
     FirstToken,
@@ -113,8 +117,8 @@ class Settings(BaseSettings):
     term_s: Seconds = setting(12.0, "Longest time without anybody who admits, when the replica that did has gone")
 
     instances: CliSuppress[tuple[InstanceSettings, ...]] = setting((), "Instances by name (file only)")
-    prefill: CommaList = setting((), "Addresses of the prefillers")
-    decode: CommaList = setting((), "Addresses of the decoders")
+    prefill: CommaList = setting((), "Addresses of the prefillers; dns+http://NAME:PORT is all addresses of the name")
+    decode: CommaList = setting((), "Addresses of the decoders; dns+http://NAME:PORT is all addresses of the name")
     models: CliSuppress[tuple[ModelSettings, ...]] = setting((), "Folders of several models (file only)")
     engine: Engine | None = setting(
         None,
@@ -131,6 +135,24 @@ class Settings(BaseSettings):
     decoder_alloc_port: Ports = setting((), "Allocation ports of the decoders, one per rank; checked for clashes")
     bootstrap_port: Port = setting(8998, "Port of the prefillers' bootstrap servers (sglang, mooncake)", ge=1)
     kv_port: Port = setting(5700, "Port at which the engines' connectors tell of their KV (vllm_transfer)", ge=1)
+    discover: Discover | None = setting(None, "Where instances are found while the proxy runs: kubernetes")
+    prefill_selector: str | None = setting(None, "Labels of the pods that are prefillers, as k=v,k=v")
+    decode_selector: str | None = setting(None, "Labels of the pods that are decoders")
+    prefill_service: str | None = setting(None, "Service whose ready endpoints are the prefillers")
+    decode_service: str | None = setting(None, "Service whose ready endpoints are the decoders")
+    discover_preset: DiscoverPresets = setting(
+        (), "Labels that are usual with llm-d, aibrix or lws (of LeaderWorkerSets the leaders alone)"
+    )
+    discover_namespace: str | None = setting(None, "Namespace of the pods, * for all; default: the proxy's own")
+    discover_port: str | None = setting(
+        None, "Number or name of the pods' port; default: their port named http, or the only one they declare"
+    )
+    inference_pool: str | None = setting(None, "InferencePool to which the pods must belong, and whose port they have")
+    dns_interval_s: Seconds = setting(5.0, "Time between two looks at the addresses of a name (dns+http://)")
+    dns_server: str | None = setting(
+        None, "Name server that is asked for them, as ADDRESS:PORT; default: those of this machine"
+    )
+
     first_token: FirstToken = setting(
         "auto",
         "Side whose first token a client gets (lmcache): decoder, where decoders run without "
@@ -291,21 +313,51 @@ class Settings(BaseSettings):
         """Returns every instance, from the file and from both kinds of flags. Raises `ConfigError` naming
         the option.
         """
-        fleet = [
+        told = self._told()
+        for role, flag in (("prefill", "--prefill"), ("decode", "--decode")):
+            if self.discover is None and not any(instance.role == role for instance in told):
+                raise ConfigError(
+                    f"instances: no {role} instance is configured; give {flag} URL, or a file with --config"
+                )
+        fleet = [one for one in told if not one.is_service]
+        self.check_instances(fleet)
+        if not self.is_discovering:
+            check_models(fleet)
+        return tuple(fleet)
+
+    def services(self) -> tuple[InstanceSettings, ...]:
+        """Returns what stands for all instances behind a name in DNS. Raises `ConfigError` naming the option."""
+        services = [one for one in self._told() if one.is_service]
+        for service in services:
+            check_service(service)
+        return tuple(services)
+
+    @property
+    def is_discovering(self) -> bool:
+        """Tells whether instances are found while the proxy runs."""
+        return self.discover is not None or any(one.is_service for one in self._told())
+
+    def expected(self) -> list[InstanceSettings]:
+        """Returns what there may be behind this proxy, of which kinds of engines: the instances, the services, and one
+        that stands for all pods. Raises `ConfigError`."""
+        expected = [*self.fleet(), *self.services()]
+        if self.discover is not None:
+            expected.append(InstanceSettings(name=self.discover, role="decode", url="", engine=self.flag_engine))
+        return expected
+
+    def found(self, one: InstanceSettings) -> InstanceSettings:
+        """Returns a discovered instance with what the options say of its kind."""
+        return next(iter(self._with_ports([one]))) if one.role == "decode" else one
+
+    def _told(self) -> list[InstanceSettings]:
+        """Returns the instances and services that the file and the flags name."""
+        return [
             *self.instances,
             *named("prefill", self.prefill, self.flag_engine),
             *self._with_ports(named("decode", self.decode, self.flag_engine)),
             *self._reference_prefillers(),
             *self._reference_decoders(),
         ]
-        for role, flag in (("prefill", "--prefill"), ("decode", "--decode")):
-            if not any(instance.role == role for instance in fleet):
-                raise ConfigError(
-                    f"instances: no {role} instance is configured; give {flag} URL, or a file with --config"
-                )
-        self.check_instances(fleet)
-        check_models(fleet)
-        return tuple(fleet)
 
     def check_instances(self, fleet: Sequence[InstanceSettings]) -> None:
         """Raises `ConfigError`, which names the field, where these instances cannot be together behind this proxy."""
@@ -382,7 +434,8 @@ class Settings(BaseSettings):
         """
         num_on: Counter[str | None] = Counter()
         for one in decoders:
-            host = urlsplit(one.url).hostname if is_place(one.url) else None
+            url = one.url.removeprefix(SERVICE_PREFIX)
+            host = urlsplit(url).hostname if is_place(url) else None
             if one.engine == "lmcache":
                 inits, allocs = (
                     tuple(port + num_on[host] for port in ports)

@@ -15,9 +15,8 @@ from pathlib import Path
 import anyio
 
 from pdproxy.config.instances import InstanceSettings
-from pdproxy.errors import ConfigError, InvalidRequest
-from pdproxy.fleet.membership import Membership
-from pdproxy.fleet.pool import Pool
+from pdproxy.errors import ConfigError
+from pdproxy.fleet.roster import Entry, Roster
 
 log = logging.getLogger(__name__)
 
@@ -27,33 +26,26 @@ there is no file."""
 
 
 class FileWatch:
-    """FileWatch keeps those instances in the fleet that `read` names; others, added by hand, are left alone.
+    """FileWatch has `roster` keep those instances in the fleet that `read` names.
 
-    `read` makes a fleet of the file at `path`, and raises `ConfigError`. `present` are those it named at the start.
+    `read` makes a fleet of the file at `path`, and raises `ConfigError`.
     """
 
     def __init__(
         self,
         path: Path,
         read: Callable[[], Iterable[InstanceSettings]],
-        membership: Membership,
-        pool: Pool,
+        roster: Roster,
         *,
-        present: Iterable[InstanceSettings],
         interval_s: float | None,
     ) -> None:
         """`interval_s` is the time between two looks; with None there are none, unless `reload` asks for one."""
         self._path = path
         self._read = read
-        self._membership = membership
-        self._pool = pool
+        self._roster = roster
         self._interval_s = interval_s
-        # State: what the file wants and what of it is done, by name; the version that was acted on and the one last
-        # seen; what could not be done so far, and was told.
-        self._done = {one.name: one for one in present}
-        self._wanted = dict(self._done)
+        # State: the version that was acted on and the one last seen.
         self._version = self._seen = _version(path)
-        self._told: set[str] = set()
         self._asked = asyncio.Event()
 
     async def run(self) -> None:
@@ -77,13 +69,13 @@ class FileWatch:
         if self._seen != self._version and self._seen == seen:
             self._version = self._seen
             await self._reread()
-        self._converge()
+        self._roster.converge()
 
     async def _look_now(self) -> None:
         self._version = self._seen = await anyio.to_thread.run_sync(_version, self._path)
         if await self._reread():
-            log.info("%s was read again, as asked: it names %d instances", self._path, len(self._wanted))
-        self._converge()
+            log.info("%s was read again, as asked: it names %d instances", self._path, self._roster.num_wanted)
+        self._roster.converge()
 
     async def _reread(self) -> bool:
         """Tells whether the file can be used."""
@@ -92,29 +84,9 @@ class FileWatch:
         except ConfigError as error:
             log.warning("the fleet stays as it is, for the changed %s cannot be used: %s", self._path, error)
             return False
-        self._wanted = {one.name: one for one in fleet}
-        self._told.clear()
+        self._roster.want(map(Entry, fleet))
+        self._roster.tell_again()
         return True
-
-    def _converge(self) -> None:
-        """Removes the instances that are not wanted any more, or not with these settings; then adds the new ones."""
-        for name in [name for name, one in self._done.items() if self._wanted.get(name) != one]:
-            instance = self._pool.find(name)
-            if instance is not None and instance.settings == self._done[name]:
-                self._membership.retire(name)
-            del self._done[name]
-        for name in self._wanted.keys() - self._done.keys():
-            self._add(self._wanted[name])
-
-    def _add(self, one: InstanceSettings) -> None:
-        try:
-            self._membership.add(one)
-        except InvalidRequest as error:
-            if one.name not in self._told:
-                log.warning("%s: %r cannot be added yet: %s", self._path, one.name, error)
-                self._told.add(one.name)
-        else:
-            self._done[one.name] = one
 
 
 def _version(path: Path) -> Version:

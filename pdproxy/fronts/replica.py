@@ -31,6 +31,7 @@ from pdproxy.config.settings import Settings
 from pdproxy.coordination.election import Election
 from pdproxy.coordination.factory import open_store
 from pdproxy.coordination.store import Leader, Member, Store
+from pdproxy.discovery.factory import make_discovery
 from pdproxy.errors import ConfigError, StoreUnavailable
 from pdproxy.fleet.pool import Pool
 from pdproxy.fronts import messages
@@ -83,6 +84,7 @@ class Term:
         fleet: Sequence[InstanceSettings],
         may_lead: Callable[[], bool],
     ) -> None:
+        """Takes the instances that are given; those that were found are known to the replica's discovery."""
         settings, ttl_s = replica.settings, part_s(replica.settings)
         self.leader = leader
         self.is_over = False
@@ -91,6 +93,7 @@ class Term:
         self.proxy = proxy = assemble(
             settings.model_copy(update={"proxy_port": 0}),  # the replica has the port that engines know
             fleet=fleet,
+            discovery=replica.discovery,
             notify=replica.notify,
             elsewhere=replica.elsewhere,
             term=leader.term,
@@ -161,6 +164,8 @@ class Replica:
         self._fleet: Sequence[InstanceSettings] = settings.fleet()
         assert settings.coordinator is not None
         self.settings = settings
+        self.discovery = make_discovery(settings)
+        """The discovery of instances. It runs whoever leads, so that the next leader knows them at once."""
         self.elsewhere = Elsewhere()
         self.elsewhere.replica = self.status
         self.tls = replica_tls(settings)
@@ -225,7 +230,7 @@ class Replica:
 
     def listen(self) -> None:
         """Binds the socket for KV signals, where engines know one address of this replica. Raises `ConfigError`."""
-        port = self.settings.signal_port(self.settings.fleet())
+        port = self.settings.signal_port(self.settings.expected())
         if port:
             self._signals = Signals(self._board, self.settings, self.pool, port)
             self._signals.open()
@@ -267,6 +272,8 @@ class Replica:
                 tasks.start_soon(runner)
             if self._signals is not None:
                 tasks.start_soon(self._signals.run)
+            if self.discovery is not None:
+                tasks.start_soon(self.discovery.run)
             yield
             running = self._running
             tasks.cancel_scope.cancel()  # which ends the election, and with it the term

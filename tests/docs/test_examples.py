@@ -222,7 +222,7 @@ def test_toml_is_a_fleet(block: Block, model: Path, sandbox: Path) -> None:
     """One that the proxy takes, and the launcher where anything in it is to be started."""
     path = sandbox / "example.toml"
     path.write_text(PutIn(model).text(block.text))
-    fleet = load(["--config", str(path)]).fleet()
+    fleet = load(["--config", str(path)]).expected()
     assert fleet
     if any(one.launch for one in fleet):
         check_all_agree(plan_file(path, RunOptions(), MACHINE).engines)

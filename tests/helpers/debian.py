@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 _FETCH_S = 120
@@ -33,28 +34,35 @@ def program(package: str, path: str, variable: str) -> Path:
         return Path(found)
     kept = cache_folder() / name
     if not kept.exists():
-        if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        if not has_apt():
             raise NotToBeHadError(
                 f"install {name} (Debian and Ubuntu: the package {package}), or name it in {variable}"
             )
         with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
             # It gets its name last, and so is whole where it is there; of two processes the second replaces the same.
-            (_unpacked(package, Path(scratch)) / path).replace(kept)
+            (unpacked([package], Path(scratch)) / path).replace(kept)
     return kept
 
 
-def _unpacked(package: str, scratch: Path) -> Path:
+def has_apt() -> bool:
+    """Tells whether packages can be fetched here."""
+    return bool(shutil.which("apt-get") and shutil.which("dpkg-deb"))
+
+
+def unpacked(packages: Sequence[str], scratch: Path) -> Path:
+    """Returns a folder in `scratch` with the files of these packages. Raises `NotToBeHadError`."""
     # Lists of our own: the machine's may be missing, and only root can fetch those.
     for folder in ("lists/partial", "archives/partial"):
         (scratch / folder).mkdir(parents=True)
     apt = ["apt-get", "-qq", "-o", f"Dir::State::Lists={scratch / 'lists'}", "-o", f"Dir::Cache={scratch}"]
     apt += ["-o", "APT::Sandbox::User=", "-o", "Debug::NoLocking=1"]
     run([*apt, "update"], scratch)
-    run([*apt, "download", package], scratch)
-    archive = next(scratch.glob(f"{package}_*.deb"), None)
-    if archive is None:
-        raise NotToBeHadError(f"apt-get fetched no {package}")
-    run(["dpkg-deb", "-x", str(archive), str(scratch / "whole")], scratch)
+    run([*apt, "download", *packages], scratch)
+    for package in packages:
+        archive = next(scratch.glob(f"{package}_*.deb"), None)
+        if archive is None:
+            raise NotToBeHadError(f"apt-get fetched no {package}")
+        run(["dpkg-deb", "-x", str(archive), str(scratch / "whole")], scratch)
     return scratch / "whole"
 
 

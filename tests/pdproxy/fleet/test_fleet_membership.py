@@ -16,6 +16,7 @@ from pdproxy.errors import ConfigError, InstanceConflict, InvalidRequest, NoSuch
 from pdproxy.fleet.file_watch import FileWatch
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool
+from pdproxy.fleet.roster import Entry, Roster
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fleet import ClosableClient, Held, make_admission, make_instance, make_ready, settings
 from tests.fakes.proxy_harness import proxy_in_front_of, until
@@ -125,7 +126,8 @@ class File:
         self.num_read = 0
         self._num_written = 0
         self.write()
-        self.watch = FileWatch(path, self.read, membership, pool, present=self.fleet, interval_s=1.0)
+        roster = Roster(str(path), membership, pool, present=map(Entry, self.fleet))
+        self.watch = FileWatch(path, self.read, roster, interval_s=1.0)
 
     def write(self) -> None:
         self._num_written += 1
