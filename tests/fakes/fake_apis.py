@@ -72,6 +72,8 @@ class FakeApis(FakeNixl):
         return await super().handle(path, raw, seen.headers)
 
     async def tell(self, seen: Seen) -> FakeReply:
+        if seen.path.startswith("/v1/models/"):
+            return json_reply({"id": seen.path.removeprefix("/v1/models/"), "object": "model"})
         if seen.path == "/v1/models" and self.adapters:
             base = {"id": self.model, "object": "model", "root": f"/{self.model}", "parent": None}
             cards = [base | {"max_model_len": self.max_model_len}]
