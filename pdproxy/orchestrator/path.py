@@ -82,7 +82,7 @@ class PathChooser:
             return choice
         if request.max_tokens == 1 and request.prompt_kind is not _API:
             return ONE_TOKEN
-        if not hands_over or request.endpoint not in traits.divided:
+        if not hands_over:
             return NO_HANDOVER
         if not has_room:
             return self._too_large(request, size, pages, owner, traits)
@@ -145,7 +145,7 @@ class Ways:
                 owner=facts,
                 decoder=facts,  # there is no decoder yet; the orchestrator checks its context length once there is one
                 traits=adapter.traits,
-                hands_over=adapter.hands_over(request, size.ids),
+                hands_over=request.endpoint in adapter.traits.divided and adapter.hands_over(request, size.ids),
             )
         except (InvalidRequest, NotReady) as error:
             self.error = error

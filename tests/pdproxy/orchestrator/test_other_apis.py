@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from pdproxy.engines.http.base import EngineBroken
-from pdproxy.openai.request import MESSAGES, RESPONSES
+from pdproxy.engines.vllm_transfer import VllmTransferAdapter
+from pdproxy.errors import InvalidRequest
+from pdproxy.openai.apis import parse_messages, parser_of
+from pdproxy.openai.request import EQUALLY_URGENT, MESSAGES, RESPONSES
+from tests.fakes.at_once_engine import AtOnceEngine, Meetings
 from tests.fakes.fake_apis import FakeApis
-from tests.fakes.fake_engine import WORDS, FakeEngine, error_reply
+from tests.fakes.fake_engine import WORDS, FakeEngine, error_reply, json_reply
 from tests.fakes.fake_vllm import PARAMS
 from tests.fakes.proxy_harness import WAYS, Harness, Way, proxy_in_front_of
 
@@ -305,3 +309,57 @@ async def test_the_clients_own_key_goes_to_the_engines_where_the_proxy_asks_for_
     async with proxy_in_front_of(**fleet()) as house:
         await post(house, MESSAGES, {"x-api-key": "mine"})
         assert [one.headers["x-api-key"] for one in house.decoder.generations()] == ["mine"]
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_a_decoder_serves_alone_what_its_kind_does_not_divide(path: str) -> None:
+    meetings = Meetings()
+    prefiller, decoder = (AtOnceEngine("mooncake", role, meetings) for role in ("prefill", "decode"))
+    async with proxy_in_front_of([prefiller], [decoder]) as house:
+        told = FakeApis("decode")
+        body = {"model": "tiny"} | PROMPT[path]
+        decoder.fail_at[path] = json_reply(told.whole(path, told._as_chat(path, body)))
+        answer = await post(house, path, kv_transfer_params={"do_remote_prefill": True})
+        assert (answer.status, answer.headers["x-pdproxy-path"]) == (200, "local")
+        assert text_of(path, answer, stream=False) == TEXT
+        [asked] = decoder.bodies(path)
+        assert "kv_transfer_params" not in asked
+        assert not prefiller.bodies(path)
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_engines_that_cannot_serve_alone_refuse_it(path: str) -> None:
+    meetings = Meetings()
+    engines = [AtOnceEngine("sglang", role, meetings) for role in ("prefill", "decode")]
+    async with proxy_in_front_of(engines[:1], engines[1:]) as house:
+        answer = await post(house, path)
+        assert answer.status == 404
+        assert not engines[1].bodies(path)
+
+
+async def test_thinking_is_not_divided_with_our_own_connector() -> None:
+    adapter = VllmTransferAdapter(kv_url="http://127.0.0.1:1")
+    for thinking, hands_over in (({}, True), ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, False)):
+        body = json.dumps(PROMPT[MESSAGES] | thinking).encode()
+        assert adapter.hands_over(parse_messages(MESSAGES, body, {}), None) is hands_over
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (MESSAGES, {"max_tokens": None}, "max_tokens"),
+        (MESSAGES, {"max_tokens": 0}, "max_tokens"),
+        (MESSAGES, {"messages": "a"}, "messages"),
+        (MESSAGES, {"model": 5}, "model"),
+        (RESPONSES, {"input": None}, "input"),
+        (RESPONSES, {"input": {"a": 1}}, "input"),
+        (RESPONSES, {"max_output_tokens": -1}, "max_output_tokens"),
+        (RESPONSES, {"tools": [{"type": 5}]}, "tools[0].type"),
+        (RESPONSES, {"previous_response_id": 5}, "previous_response_id"),
+    ],
+)
+def test_bad_bodies_are_told_by_field(path: str, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        parser_of(path)(path, json.dumps(PROMPT[path] | body).encode(), {}, EQUALLY_URGENT)
+    assert error.value.param == param
+    assert param in str(error.value)
