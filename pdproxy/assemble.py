@@ -55,11 +55,13 @@ from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fleet.tokenizer_check import TokenizerCheck
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.kv_signals.zmq import SignalSocket
+from pdproxy.openai.apis import PASSED
 from pdproxy.openai.priority import PriorityLimits
-from pdproxy.openai.request import CHAT, COMPLETIONS
+from pdproxy.openai.request import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from pdproxy.orchestrator.disaggregated import Disaggregated
 from pdproxy.orchestrator.leg_runner import LegRunner
 from pdproxy.orchestrator.orchestrator import Orchestrator, RequestOptions
+from pdproxy.orchestrator.passing import Passing, PassingLimits
 from pdproxy.orchestrator.path import PathChooser
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.server.admin import admin_router
@@ -335,9 +337,22 @@ def make_orchestrator(
         reaper=reaper,
         retries=retries,
         observer=observer,
+        passing=make_passing(settings, pool, retries, observer),
         descriptors=descriptors,
         clock=clock,
     )
+
+
+def make_passing(settings: Settings, pool: Pool, retries: RetryBudget, observer: Observer) -> Passing:
+    """Returns what has one instance answer a body as it is."""
+    limits = PassingLimits(
+        answer_s=settings.prefill_timeout_s + settings.first_byte_timeout_s,
+        idle_s=settings.idle_timeout_s,
+        retries=settings.retries,
+        max_answer_bytes=settings.max_answer_bytes,
+        max_event_bytes=settings.max_event_bytes,
+    )
+    return Passing(pool, retries, observer, limits)
 
 
 def signal_address(settings: Settings, port: int) -> str:
@@ -539,7 +554,7 @@ def generation_routes(
             passes_authorization=keys.is_open and settings.engine_api_key is None,
             tracing=tracing,
         )
-        for path in (COMPLETIONS, CHAT)
+        for path in (COMPLETIONS, CHAT, RESPONSES, MESSAGES, *PASSED)
     }
 
 

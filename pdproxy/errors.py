@@ -67,6 +67,20 @@ class ModelNotFound(InvalidRequest):
     code = "model_not_found"
 
 
+class ResponseNotFound(InvalidRequest):
+    """`ResponseNotFound` says that no decoder keeps the response that the request refers to."""
+
+    status = 404
+    code = "response_not_found"
+
+
+class ApiNotServed(InvalidRequest):
+    """`ApiNotServed` says that the engines of the model do not serve this path, or not as a pair."""
+
+    status = 404
+    code = "api_not_served"
+
+
 class BodyTooSlow(InvalidRequest):
     """`BodyTooSlow` says that the body did not arrive in full within its time."""
 

@@ -54,7 +54,7 @@ from pdproxy.engines.info import EngineInfo, Receiver
 from pdproxy.engines.model_cards import PATH as MODEL_CARDS
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
-from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
+from pdproxy.engines.traits import ALL_ENDPOINTS, EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import read_metrics
 from pdproxy.openai.first_token import Opening
@@ -177,6 +177,7 @@ class LMCacheAdapter:
             freed=ReleaseSignal.FIRST_EVENT,
             lease_s=lease_s,
             streams_whole=VLLM_SHAPE,
+            endpoints=ALL_ENDPOINTS,
         )
 
     @property

@@ -28,7 +28,7 @@ from pdproxy.engines.adapter import (
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OUT_OF_TOKENS, is_whole, read_one_token
-from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
+from pdproxy.engines.traits import ALL_ENDPOINTS, EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import read_metrics
 from pdproxy.openai.request import (
@@ -82,6 +82,7 @@ class MooncakeAdapter:
             freed=ReleaseSignal.FIRST_EVENT,
             lease_s=lease_s,
             streams_whole=VLLM_SHAPE,
+            endpoints=ALL_ENDPOINTS,
         )
 
     # ── looking at it ──

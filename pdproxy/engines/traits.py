@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from pdproxy.config.values import Role
 from pdproxy.openai.assembled import WholeShape
+from pdproxy.openai.request import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+
+COMPLETIONS_ONLY = frozenset({COMPLETIONS, CHAT})
+ALL_ENDPOINTS = frozenset({COMPLETIONS, CHAT, RESPONSES, MESSAGES})
 
 
 class KvReady(enum.Enum):
@@ -60,6 +64,10 @@ class EngineTraits:
     """
     resumes: bool = False
     """Tells that engines of this kind can continue an answer that another one began."""
+    endpoints: frozenset[str] = COMPLETIONS_ONLY
+    """The generation endpoints that engines of this kind serve."""
+    divided: frozenset[str] = COMPLETIONS_ONLY
+    """The endpoints that a pair can serve by two legs. At the others of `endpoints` a decoder serves alone."""
     serves_alone: bool = True
     """Tells that one instance can answer by itself: a decoder reads prompts too, and a prefiller gives its token to a
     client.

@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 
 from pdproxy.engines.adapter import AttemptInfo, DecodeLeg, NoHandoff, PrefillReply, Resumption
+from pdproxy.engines.api_reply import read_api_prefill
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
+from pdproxy.openai.apis import api_prefill_fields
 from pdproxy.openai.request import (
     TOKEN_IDS,
     TRUE,
@@ -62,6 +64,8 @@ class VllmLegs:
         return headers if self._rank is None else headers | {"x-data-parallel-rank": str(self._rank)}
 
     def prefill_body(self, request: GenerationRequest, info: AttemptInfo) -> bytes:
+        if request.prompt_kind is PromptKind.API:
+            return encode(api_prefill_fields(request) | {PARAMS: self.prefill_params(info)})
         fields = prefill_fields(request.fields)
         if _ids_can_follow(request):
             fields[TOKEN_IDS] = TRUE
@@ -76,6 +80,8 @@ class VllmLegs:
         return encode(one_token_fields(request.fields))
 
     def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
+        if request.prompt_kind is PromptKind.API:
+            return read_api_prefill(request, body)
         reply = read_one_token(body)
         may_end = request.max_tokens == 1 or reply.finish_reason not in _NO_ENDS
         is_all = may_end and is_whole(request, reply.finish_reason)
@@ -125,6 +131,8 @@ def _ids_can_follow(request: GenerationRequest) -> bool:
 def decode_fields(request: GenerationRequest, reply: PrefillReply | None) -> Fields:
     """Returns the decode leg's fields: those of the request, with the handoff and the ids that the prefiller told."""
     assert reply is not None
+    if reply.handoff is None and request.prompt_kind is PromptKind.API:
+        return request.fields  # the first token was the last: the decoder says so in the API's own form
     assert reply.handoff is not None
     if reply.prompt_ids is None or not _are_ids(reply.prompt_ids):
         return request.fields | {PARAMS: reply.handoff}

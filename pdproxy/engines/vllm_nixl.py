@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -26,13 +27,15 @@ from pdproxy.engines.adapter import (
 )
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.model_cards import read_model_cards
-from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
+from pdproxy.engines.traits import ALL_ENDPOINTS, EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_legs import VllmLegs, decode_fields
 from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
 from pdproxy.openai.answer import read_cards
+from pdproxy.openai.apis import api_prefill_fields
 from pdproxy.openai.request import (
     GenerationRequest,
+    PromptKind,
     encode,
     prefill_fields,
 )
@@ -73,6 +76,8 @@ class VllmNixlAdapter(VllmLegs):
             lease_s=lease_s,
             is_lease_strict=True,
             streams_whole=VLLM_SHAPE,
+            endpoints=ALL_ENDPOINTS,
+            divided=ALL_ENDPOINTS,
         )
 
     # ── looking at it ──
@@ -124,7 +129,11 @@ class VllmNixlAdapter(VllmLegs):
         """
         if is_decode_sent or reply is None or reply.handoff is None:
             return ReleaseMode.FREE
-        fields = prefill_fields(decode_fields(request, reply))
+        fields = decode_fields(request, reply)
+        if request.prompt_kind is PromptKind.API:
+            fields = api_prefill_fields(replace(request, fields=fields))
+        else:
+            fields = prefill_fields(fields)
         if _refusals_free(info.decoder):
             fields |= {"model": NOBODY}
         return ReleaseCall("decode", Call(request.endpoint, encode(fields)))

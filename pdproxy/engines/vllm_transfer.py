@@ -25,10 +25,10 @@ from pdproxy.engines.kv_push import (
     read_cancelled,
     receiver_ranks,
 )
-from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
+from pdproxy.engines.traits import ALL_ENDPOINTS, EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_legs import VllmLegs
-from pdproxy.openai.request import GenerationRequest
+from pdproxy.openai.request import MESSAGES, GenerationRequest
 from transfer.trust import AttemptKey
 
 
@@ -57,6 +57,8 @@ class VllmTransferAdapter(VllmLegs):
             freed=ReleaseSignal.SIGNALS,
             lease_s=lease_s,
             streams_whole=VLLM_SHAPE,
+            endpoints=ALL_ENDPOINTS,
+            divided=ALL_ENDPOINTS,
             peer_ended_path=f"{kv_url}{SENDER_ENDED}",
         )
 
@@ -68,6 +70,11 @@ class VllmTransferAdapter(VllmLegs):
         """Reads the facts. The decoder's vLLM computes the last token of a prompt itself."""
         facts = read_buffer(answers[f"{self._kv_url}{BUFFER}"], answers[model_cards.PATH], kv_url=self._kv_url)
         return replace(facts, num_unsent=1)
+
+    def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
+        """Tells whether a pair can serve the request. vLLM wants Anthropic's ``thinking`` to have fewer tokens than the
+        answer, and lets only its own connector's prefill legs off."""
+        return request.endpoint != MESSAGES or "thinking" not in request.fields
 
     def ranks(self, decoder: EngineInfo) -> frozenset[int]:
         return receiver_ranks(decoder)

@@ -23,6 +23,9 @@ from pdproxy.openai.timeout import read_timeout
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+"""Anthropic's generation endpoint, which vLLM serves as well."""
 
 Fields = dict[str, msgspec.Raw]
 
@@ -43,6 +46,8 @@ _NOT_FOR_ENGINES = _OURS | _FORBIDDEN
 _MORE = "vllm_xargs"
 """The field whose members vLLM puts where its own arguments are. So a forbidden field must not be among them either."""
 _PROMPTS = frozenset({"prompt", "messages"})
+_API_PROMPT = {MESSAGES: "messages", RESPONSES: "input"}
+"""The field of each API's body that has most of the prompt."""
 _LEAST = ("min_tokens", "min_completion_tokens")
 _DROPPED_FROM_PREFILL = frozenset({*_LEAST, "stream_options"})
 _ONE_IN_PREFILL = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
@@ -65,9 +70,11 @@ class PromptKind(enum.Enum):
     CHAT = "chat"
     BATCH = "batch"
     """The body has several prompts."""
+    API = "api"
+    """The prompt is in several fields, of which the engine makes one: ``/v1/messages``, ``/v1/responses``."""
 
 
-_TEXT, _IDS, _CHAT, _BATCH = PromptKind
+_TEXT, _IDS, _CHAT, _BATCH, _API = PromptKind
 
 
 class Message(msgspec.Struct):
@@ -175,6 +182,12 @@ class GenerationRequest:
     """The seconds which the client gives the whole request; None where it sets no limit."""
     priority: int
     """The priority within the operator's limits. A higher number goes first."""
+    is_passed: bool = False
+    """Tells that one instance answers the body as it is, without legs."""
+    keeper: str | None = None
+    """The mark of the decoder that has what the body refers to, and must be asked (``previous_response_id``)."""
+    runs_tools: bool = False
+    """Tells that the engine may run tools, and go on writing after each, within this one request."""
 
     @property
     def num_prompts(self) -> int:
@@ -185,8 +198,15 @@ class GenerationRequest:
         return self.prompt_kind is _CHAT
 
     @property
+    def is_rendered(self) -> bool:
+        """Tells whether the engine's chat template makes the prompt."""
+        return self.prompt_kind is _CHAT or self.prompt_kind is _API
+
+    @property
     def prompt_field(self) -> str:
-        return "messages" if self.prompt_kind is _CHAT else "prompt"
+        if self.prompt_kind is _CHAT:
+            return "messages"
+        return _API_PROMPT.get(self.endpoint, "prompt") if self.prompt_kind is _API else "prompt"
 
     def value(self, name: str) -> Any:
         """Returns the field as Python values; None where it is absent or null."""
@@ -227,16 +247,16 @@ def parse(
     """
     headers = {} if headers is None else headers
     is_ascii = body.isascii()
-    given = _parse_object(body, is_ascii=is_ascii)
+    given = parse_object(body, is_ascii=is_ascii)
     options = _options_of(given, body)
     wants = options.stream_options
-    _refuse(wants is not None and not options.stream, "stream_options", "stream_options needs stream: true")
-    prompt = _chat(_required(given, "messages")) if endpoint == CHAT else prompt_of(_required(given, "prompt"))
-    n, best_of = _count(options.n, "n") or 1, _count(options.best_of, "best_of") or 1
+    refuse(wants is not None and not options.stream, "stream_options", "stream_options needs stream: true")
+    prompt = _chat(required(given, "messages")) if endpoint == CHAT else prompt_of(required(given, "prompt"))
+    n, best_of = positive(options.n, "n") or 1, positive(options.best_of, "best_of") or 1
     n = n if n > best_of else best_of
     return GenerationRequest(
         endpoint=endpoint,
-        fields=_allowed(given),
+        fields=allowed_fields(given),
         model=options.model,
         stream=options.stream is True,
         include_usage=wants is not None and wants.include_usage is True,
@@ -291,7 +311,7 @@ def encode(fields: Fields) -> bytes:
 # ── the object ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _parse_object(body: bytes, *, is_ascii: bool) -> Fields:
+def parse_object(body: bytes, *, is_ascii: bool) -> Fields:
     """Returns the fields unread. All of the body is JSON then, and its strings are valid UTF-8. Raises
     `InvalidRequest`.
     """
@@ -314,7 +334,7 @@ def _options_of(given: Fields, body: bytes) -> _Options:
     rest = body if len(body) <= _SHORT_BYTES else _without_prompt(given)
     if may_overflow(rest):
         check_numbers({name: raw for name, raw in given.items() if name not in _PROMPTS})
-    return _read(_options, rest)
+    return read_field(_options, rest)
 
 
 def _without_prompt(given: Fields) -> bytes:
@@ -322,13 +342,13 @@ def _without_prompt(given: Fields) -> bytes:
     return encode({name: raw for name, raw in given.items() if name not in _PROMPTS})
 
 
-def _allowed(given: Fields) -> Fields:
+def allowed_fields(given: Fields) -> Fields:
     """Returns the fields that clients may set and engines are to see. Raises `InvalidRequest`."""
     fields = given
     if not _NOT_FOR_ENGINES.isdisjoint(given) or _FORBIDDEN_PREFIX in " ".join(given):
         fields = {name: raw for name, raw in given.items() if name not in _OURS and not _is_forbidden(name)}
     if _MORE in fields:
-        more = _read(_more, fields[_MORE], _MORE)
+        more = read_field(_more, fields[_MORE], _MORE)
         if more is not None and any(map(_is_forbidden, more)):
             rest = {name: raw for name, raw in more.items() if not _is_forbidden(name)}
             fields = fields | {_MORE: msgspec.Raw(encode(rest))}
@@ -343,7 +363,7 @@ def _is_forbidden(name: str) -> bool:
 # ── its fields ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, param: str = "") -> T:
+def read_field(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, param: str = "") -> T:
     """Returns what `decoder` makes of `raw`. Raises `InvalidRequest` naming what in `param`, or in the body, is
     wrong.
     """
@@ -363,22 +383,22 @@ def _wrong_type(error: msgspec.ValidationError, param: str) -> InvalidRequest:
     return InvalidRequest(f"{where}: {text[:1].lower()}{text[1:]}", param=where)
 
 
-def _required(fields: Fields, name: str) -> msgspec.Raw:
+def required(fields: Fields, name: str) -> msgspec.Raw:
     raw = fields.get(name)
     if raw is None or raw == _NULL:
         raise InvalidRequest(f"{name} is missing", param=name)
     return raw
 
 
-def _count(number: int | None, name: str) -> int | None:
+def positive(number: int | None, name: str) -> int | None:
     if number is not None and number < 1:
         raise InvalidRequest(f"{name} must be at least 1", param=name)
     return number
 
 
 def _max_tokens(options: _Options) -> int | None:
-    newer = _count(options.max_completion_tokens, "max_completion_tokens")
-    older = _count(options.max_tokens, "max_tokens")
+    newer = positive(options.max_completion_tokens, "max_completion_tokens")
+    older = positive(options.max_tokens, "max_tokens")
     return newer if newer is not None else older
 
 
@@ -386,7 +406,7 @@ def _is_set(raw: msgspec.Raw) -> bool:
     return raw is not _NULL and bytes(raw) not in _UNSET
 
 
-def _refuse(condition: bool, param: str, message: str) -> None:
+def refuse(condition: bool, param: str, message: str) -> None:
     if condition:
         raise InvalidRequest(message, param=param)
 
@@ -405,17 +425,17 @@ def prompt_of(raw: msgspec.Raw) -> Prompt:
         return Prompt(_TEXT, num_bytes)
     if num_ids := _count_ids(bytes(view)):
         return Prompt(_IDS, num_bytes, num_ids=num_ids)
-    prompt: Any = _read(_prompt, raw, "prompt")
-    _refuse(not prompt, "prompt", "prompt is empty")
+    prompt: Any = read_field(_prompt, raw, "prompt")
+    refuse(not prompt, "prompt", "prompt is empty")
     kinds = {type(part) for part in prompt}
-    _refuse(len(kinds) > 1, "prompt", "prompt mixes text, ids and lists of ids")
+    refuse(len(kinds) > 1, "prompt", "prompt mixes text, ids and lists of ids")
     if kinds == {int}:
         return Prompt(_IDS, num_bytes, num_ids=len(prompt))
     if len(prompt) > 1:
         empty = prompt.index([]) if [] in prompt else None
-        _refuse(empty is not None, f"prompt[{empty}]", f"prompt[{empty}] is empty")
+        refuse(empty is not None, f"prompt[{empty}]", f"prompt[{empty}] is empty")
         return Prompt(_BATCH, num_bytes, num_prompts=len(prompt))
-    _refuse(prompt[0] == [], "prompt[0]", "prompt[0] is empty")
+    refuse(prompt[0] == [], "prompt[0]", "prompt[0] is empty")
     return Prompt(_TEXT, num_bytes) if kinds == {str} else Prompt(_IDS, num_bytes, num_ids=len(prompt[0]))
 
 
@@ -439,8 +459,8 @@ def _chat(raw: msgspec.Raw) -> Prompt:
             return Prompt(_CHAT, num_bytes, num_messages=num_texts)
     except msgspec.DecodeError:
         pass
-    messages = _read(_messages, raw, "messages")
-    _refuse(not messages, "messages", "messages is empty")
+    messages = read_field(_messages, raw, "messages")
+    refuse(not messages, "messages", "messages is empty")
     has_media = False
     for message in messages:
         has_media = has_media or (isinstance(message.content, list) and any(map(_is_media, message.content)))

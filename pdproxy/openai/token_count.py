@@ -22,6 +22,8 @@ _CHOICE, _CHOICES = b'"finish_reason"', b'"choices"'
 that leave out what is null."""
 _ROLE = b'"role":'
 _PROMPT, _OUTPUT = b'"prompt_tokens"', b'"completion_tokens"'
+_INPUT, _WRITTEN = b'"input_tokens"', b'"output_tokens"'
+_CACHE_READ = b'"cache_read_input_tokens"'
 _NUMBER = re.compile(rb"\s*:\s*(\d{1,12})")
 
 BY_USAGE, BY_IDS, BY_EVENTS = "usage", "ids", "events"
@@ -48,6 +50,7 @@ class TokenCount:
         "_num_told",
         "_unread",
         "longest_gap_s",
+        "mark",
         "num_sequences",
         "num_shown",
     )
@@ -56,6 +59,9 @@ class TokenCount:
         self._clock = clock
         self.num_sequences = 1
         """The number of answers that the request asks for, which come side by side."""
+        self.mark = b""
+        """The bytes that stand once for each piece of an answer in another form than OpenAI's completions; else
+        empty."""
         self._num_prompt: int | None = None
         self.clear()
 
@@ -92,6 +98,12 @@ class TokenCount:
     def _begin(self, events: bytes) -> None:
         """Counts the first piece of the answer, which shows what can be counted. It may also have events that tell a
         role, and no token."""
+        if self.mark:
+            self._each = self.mark
+            self.num_shown = events.count(self.mark)
+            if self.num_shown:
+                self._first_at = self._last_at = self._clock()
+            return
         self._ids = _IDS if events.find(_IDS) >= 0 else _SPACED_IDS if events.find(_SPACED_IDS) >= 0 else b""
         if self._ids:
             self.num_shown = _num_ids(events, self._ids)
@@ -148,7 +160,13 @@ class TokenCount:
         if not self._unread:
             return
         data, self._unread = self._unread, b""
-        num_prompt, num_output = _last_number(data, _PROMPT), _last_number(data, _OUTPUT)
+        if self.mark:
+            num_prompt, num_output = _last_number(data, _INPUT), _last_number(data, _WRITTEN)
+            num_cached = _last_number(data, _CACHE_READ)  # Anthropic's count of the prompt is without these
+            num_prompt = None if num_prompt is None else num_prompt + (num_cached or 0)
+            num_output = num_output or None  # a stream's first event tells none, because none was written yet
+        else:
+            num_prompt, num_output = _last_number(data, _PROMPT), _last_number(data, _OUTPUT)
         self._num_prompt = self._num_prompt if num_prompt is None else num_prompt
         self._num_told = self._num_told if num_output is None else num_output
 

@@ -11,6 +11,7 @@ from pdproxy.engines.adapter import Adapter, PrefillReply
 from pdproxy.errors import DeadlineExceeded, Draining, MemoryBudgetSpent, ProxyError
 from pdproxy.openai.assembled import AssembledAnswer, WholeShape
 from pdproxy.openai.client_stream import StreamedAnswer
+from pdproxy.openai.dialect import dialect_of
 from pdproxy.openai.request import GenerationRequest
 from pdproxy.openai.usage import PromptUsage
 from pdproxy.telemetry.attempt_record import AttemptRecord
@@ -100,6 +101,7 @@ class RequestContext:
         "assembled",
         "avoid",
         "client",
+        "dialect",
         "is_aborted",
         "limit",
         "limit_s",
@@ -145,6 +147,8 @@ class RequestContext:
         self.max_answer_bytes = max_answer_bytes
         self._num_kept_bytes = 0
         self.client = client
+        self.dialect = dialect_of(request.endpoint)
+        """The form of the answers that the client reads."""
         self.record = record
         self.stream = stream
         self.limit_s = limit_s
@@ -171,7 +175,7 @@ class RequestContext:
             return Draining("the proxy is shutting down", retry_after_s=5.0)
         return DeadlineExceeded(f"the request took longer than {self.limit_s:g} s")
 
-    def begin_attempt(self, num_prompt_tokens: int) -> AttemptRecord:
+    def begin_attempt(self, num_prompt_tokens: int | None) -> AttemptRecord:
         """Returns the record of a new attempt, with a fresh id; no instance is bound to it yet."""
         attempt = AttemptRecord(
             self.record.request_id,

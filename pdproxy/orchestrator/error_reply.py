@@ -9,7 +9,6 @@ import msgspec
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.errors import Draining, EngineReply, ProxyError
-from pdproxy.openai.sse import event
 from pdproxy.orchestrator.context import Headers, RequestContext
 from pdproxy.orchestrator.leg import EngineSaidError
 from pdproxy.telemetry.record import Outcome, RequestRecord
@@ -20,8 +19,9 @@ TELL_S = 5.0
 
 
 async def pass_on(context: RequestContext, reply: EngineReply) -> None:
-    """Sends the engine's own answer, unchanged. It is possible only before the first byte."""
+    """Sends the engine's own answer, unchanged but for its form. It is possible only before the first byte."""
     book(context.record, reply)
+    reply = context.dialect.reply(reply)
     more = () if reply.retry_after is None else ((b"retry-after", reply.retry_after.encode("latin-1")),)
     with suppress(_NotListeningError), Deadline(TELL_S, _NotListeningError):
         await context.answer(reply.status, reply.content_type.encode("latin-1"), reply.content, *more)
@@ -38,10 +38,11 @@ async def tell(context: RequestContext, error: ProxyError) -> None:
         return
     with suppress(_NotListeningError), Deadline(TELL_S, _NotListeningError):
         if context.client.is_started:
-            await context.client.send(error.events if isinstance(error, EngineSaidError) else event(error.body()))
+            said = error.events if isinstance(error, EngineSaidError) else context.dialect.error_event(error)
+            await context.client.send(said)
             await context.client.end()
         else:
-            body = msgspec.json.encode(error.body())
+            body = msgspec.json.encode(context.dialect.error_body(error))
             await context.answer(error.status, JSON, body, *retry_header(error))
 
 

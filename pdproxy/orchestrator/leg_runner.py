@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.adapter import Call, DecodeLeg, MalformedReply, NobodyReached, NoHandoff, PrefillReply
 from pdproxy.fleet.instance import Instance
-from pdproxy.openai.request import GenerationRequest
+from pdproxy.openai.apis import marked
+from pdproxy.openai.request import RESPONSES, GenerationRequest
 from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.orchestrator.context import RequestContext
 from pdproxy.orchestrator.leg import NotAssembled, OpenLeg
+from pdproxy.orchestrator.passing import mark_of
 from pdproxy.orchestrator.relay import Relay
 from pdproxy.telemetry.record import Observer
 
@@ -50,6 +53,9 @@ class LegRunner:
         """Returns the client's request in the form in which the decoder is asked. That is a stream, also where the
         client wants a whole answer, if the two are known to say the same."""
         context, decoder = attempt.context, attempt.decoder
+        if context.request.endpoint == RESPONSES:
+            fields = marked(context.request, mark_of(decoder.name))
+            return replace(context.request, fields=fields)
         as_stream = context.as_stream
         if as_stream is None or decoder.adapter.traits.streams_whole is None:
             return context.request
@@ -98,7 +104,7 @@ class LegRunner:
         leg = OpenLeg("decode", attempt, _call(attempt, decode.body), self._observer)
         decode.body = b""  # the leg lets go of it when it is sent
         relay = self.relay(context, begun=attempt.begun, first_byte_s=first_byte_s)
-        if asked is context.request:
+        if asked is not context.as_stream:
             return relay.decode(leg, needs_text=needs_text, opening=decode.opening)
         context.shape = traits.streams_whole
         relayed = relay.assemble(leg, needs_text=needs_text, opening=decode.opening)

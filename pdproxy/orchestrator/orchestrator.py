@@ -45,6 +45,7 @@ from pdproxy.fleet.page_count import pages_leased
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.routing.router import Router
 from pdproxy.openai.client_stream import StreamedAnswer
+from pdproxy.openai.dialect import dialect_of
 from pdproxy.openai.request import COMPLETIONS, GenerationRequest, PromptKind
 from pdproxy.openai.streamable import as_stream, is_streamable
 from pdproxy.openai.transcript import NotReadableError, Shown
@@ -55,6 +56,7 @@ from pdproxy.orchestrator.disaggregated import Disaggregated
 from pdproxy.orchestrator.error_reply import book, pass_on, tell
 from pdproxy.orchestrator.leg import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled, ReceiverNotReached
 from pdproxy.orchestrator.leg_runner import LegRunner
+from pdproxy.orchestrator.passing import Passing
 from pdproxy.orchestrator.path import Choice, PathChooser, Ways, check_length, is_divided
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.orchestrator.several_prompts import PromptClient, SeveralPrompts
@@ -70,7 +72,7 @@ _OF_BOTH = (KvFailed, KvNotTaken, ReceiverNotReached)
 # Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
 _DISAGGREGATED, _LOCAL, _PREFILL_ONLY = Path.DISAGGREGATED, Path.LOCAL, Path.PREFILL_ONLY
 _OUTCOME_DONE = Outcome.DONE
-_BATCH = PromptKind.BATCH
+_BATCH, _API = PromptKind.BATCH, PromptKind.API
 
 BYTES_PER_ID = 40
 """The bytes that one id takes in a list: a pointer and a number."""
@@ -120,6 +122,7 @@ class Orchestrator:
         reaper: Reaper,
         retries: RetryBudget,
         observer: Observer,
+        passing: Passing,
         descriptors: DescriptorBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -134,6 +137,7 @@ class Orchestrator:
         self._reaper = reaper
         self._retries = retries
         self._observer = observer
+        self.passing = passing
         self._descriptors = descriptors
         self._clock = clock
         # State: the requests under way; whether clients are to go elsewhere; whether new requests are taken; the number
@@ -261,6 +265,7 @@ class Orchestrator:
         streamed = as_stream or request
         kept_bytes = self.options.continue_limit if _is_continuable(streamed) else 0
         record.tokens.num_sequences = request.num_sequences
+        record.tokens.mark = dialect_of(request.endpoint).token_mark
         stream = StreamedAnswer(streamed, tokens=record.tokens, limit_bytes=kept_bytes)
         return RequestContext(
             request,
@@ -280,6 +285,8 @@ class Orchestrator:
         wanted = self.options.assemble
         if request.max_tokens is not None and request.max_tokens < self.options.assemble_min_tokens:
             return None  # so short an answer is over before a stream would pay
+        if request.prompt_kind is _API:
+            return None
         if wanted == "none" or (wanted == "completions" and request.is_chat) or not is_streamable(request):
             return None
         return as_stream(request)
@@ -292,6 +299,8 @@ class Orchestrator:
         if self._is_draining:
             raise Draining("the proxy is shutting down", retry_after_s=5.0)
         request = context.request
+        if request.is_passed:
+            return self.passing.serve(context)
         if request.prompt_kind is not _BATCH:
             return self._try_until_served(context)
         if request.num_prompts > self.options.max_prompts:
@@ -552,7 +561,7 @@ class Orchestrator:
 
 def _is_continuable(request: GenerationRequest) -> bool:
     """Tells whether the request is for one streamed answer, to a prompt of which ids say everything."""
-    is_one = request.stream and request.n == 1 and request.prompt_kind is not _BATCH
+    is_one = request.stream and request.n == 1 and request.prompt_kind is not _BATCH and request.prompt_kind is not _API
     return is_one and not request.has_media and not request.reads_prompt
 
 

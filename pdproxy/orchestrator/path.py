@@ -10,7 +10,7 @@ from typing import Any
 from pdproxy.config.values import Oversized
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.traits import EngineTraits
-from pdproxy.errors import ContextLengthExceeded, InvalidRequest, NotReady, ProxyError
+from pdproxy.errors import ApiNotServed, ContextLengthExceeded, InvalidRequest, NotReady, ProxyError
 from pdproxy.fleet.page_count import Shape, pages_leased, pages_needed
 from pdproxy.openai.request import GenerationRequest, PromptKind
 from pdproxy.telemetry.attempt_record import Path
@@ -27,7 +27,7 @@ class Choice:
 
 
 _DISAGGREGATED = Path.DISAGGREGATED
-_BATCH = PromptKind.BATCH
+_BATCH, _API = PromptKind.BATCH, PromptKind.API
 
 FITS = Choice(Path.DISAGGREGATED, "fits")
 WINDOW = Choice(Path.DISAGGREGATED, "window")
@@ -37,6 +37,7 @@ SEVERAL_ANSWERS = Choice(Path.LOCAL, "several_answers")
 SEVERAL_PROMPTS = Choice(Path.LOCAL, "several_prompts")
 MEDIA = Choice(Path.LOCAL, "media")
 PROMPT_IN_ANSWER = Choice(Path.LOCAL, "prompt_in_answer")
+ENGINE_TOOLS = Choice(Path.LOCAL, "engine_tools")
 NO_HANDOVER = Choice(Path.LOCAL, "no_handover")
 OVERSIZED = Choice(Path.LOCAL, "oversized")
 SHORT = Choice(Path.LOCAL, "short")
@@ -68,6 +69,8 @@ class PathChooser:
 
         Raises `ContextLengthExceeded` where no instance could serve the prompt, or none may.
         """
+        if request.endpoint not in traits.endpoints:
+            raise ApiNotServed(f"the engines of this model do not serve {request.endpoint}")
         check_length(request, size, decoder)
         pages = pages_needed(owner, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
         has_room = pages <= owner.num_pages
@@ -77,7 +80,7 @@ class PathChooser:
             return BOTH_LEGS
         if (choice := _decoder_alone(request)) is not None:
             return choice
-        if request.max_tokens == 1:
+        if request.max_tokens == 1 and request.prompt_kind is not _API:
             return ONE_TOKEN
         if not hands_over:
             return NO_HANDOVER
@@ -142,7 +145,7 @@ class Ways:
                 owner=facts,
                 decoder=facts,  # there is no decoder yet; the orchestrator checks its context length once there is one
                 traits=adapter.traits,
-                hands_over=adapter.hands_over(request, size.ids),
+                hands_over=request.endpoint in adapter.traits.divided and adapter.hands_over(request, size.ids),
             )
         except (InvalidRequest, NotReady) as error:
             self.error = error
@@ -186,6 +189,8 @@ def _decoder_alone(request: GenerationRequest) -> Choice | None:
         return SEVERAL_PROMPTS
     if request.has_media:
         return MEDIA
+    if request.runs_tools:  # it would go on after each tool, and fetch the same KV once more, which is gone by then
+        return ENGINE_TOOLS
     return PROMPT_IN_ANSWER if request.reads_prompt else None
 
 

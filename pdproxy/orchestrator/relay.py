@@ -19,17 +19,8 @@ from pdproxy.openai.assembled import NotAssembledError
 from pdproxy.openai.first_token import Opening, with_opening
 from pdproxy.openai.request import Fields
 from pdproxy.openai.response import CorruptAnswer
-from pdproxy.openai.sse import EventBuffer, has_done
+from pdproxy.openai.sse import EventBuffer
 from pdproxy.openai.transcript import Shown
-from pdproxy.openai.usage import (
-    ERROR_EVENT,
-    PROMPT_TOKENS,
-    before_error,
-    error_reply,
-    is_clients_fault,
-    stream_with_prompt_usage,
-    with_prompt_usage,
-)
 from pdproxy.orchestrator.context import ClientStalledError, Outlet, RequestContext
 from pdproxy.orchestrator.error_reply import JSON
 from pdproxy.orchestrator.leg import OpenLeg
@@ -92,7 +83,16 @@ class Relay:
     called once: at the first event of a stream that says something, at the end of what is not streamed.
     """
 
-    __slots__ = ("_begun", "_context", "_first_byte_s", "_idle_s", "_is_kept", "_max_event_bytes", "_whole_s")
+    __slots__ = (
+        "_begun",
+        "_context",
+        "_dialect",
+        "_first_byte_s",
+        "_idle_s",
+        "_is_kept",
+        "_max_event_bytes",
+        "_whole_s",
+    )
 
     def __init__(
         self,
@@ -105,6 +105,7 @@ class Relay:
         max_event_bytes: int,
     ) -> None:
         self._context = context
+        self._dialect = context.dialect
         self._begun = begun
         self._idle_s = idle_s
         self._first_byte_s = first_byte_s
@@ -225,7 +226,7 @@ class Relay:
                 self._keep(leg, opened)
             else:
                 await self._context.client.send(opened)
-        is_done = has_done(events)
+        is_done = self._dialect.has_done(events)
         if len(events) > _LARGE_BYTES:
             await asyncio.sleep(0)
         await self._show(leg, events)
@@ -251,9 +252,9 @@ class Relay:
             if len(events) > _LARGE_BYTES:
                 await asyncio.sleep(0)
             try:
-                has_begun = answer.has_begun(events, needs_text=needs_text)
+                has_begun = self._dialect.has_begun(events, needs_text=needs_text)
             except CorruptAnswer as error:
-                error_events = before_error(events)[1]
+                error_events = self._dialect.before_error(events)[1]
                 if self._is_kept and error_events:
                     raise self._said(leg, error_events) from error
                 raise leg.fail(str(error)) from error
@@ -287,6 +288,7 @@ class Relay:
                 stalled=self._stalled,
                 shows_all=not self._is_kept and self._context.stream.is_as_it_comes,
                 tokens=self._context.record.tokens,
+                dialect=self._dialect,
             )
             try:
                 pump.start()
@@ -305,7 +307,7 @@ class Relay:
             events = buffer.feed(chunk)
             if not events:
                 continue
-            is_done = is_done or has_done(events)
+            is_done = is_done or self._dialect.has_done(events)
             if not self._is_kept:
                 self._await_client(limit)
             await self._show(leg, events)
@@ -331,17 +333,17 @@ class Relay:
 
     def _look(self, leg: OpenLeg, events: bytes) -> tuple[bytes, Exception | None]:
         """Returns whole events as the client gets them, and the engine's own error that they end with, if they do."""
-        context, error = self._context, None
-        if events.find(ERROR_EVENT) >= 0:
-            events, error_events = before_error(events)
+        context, dialect, error = self._context, self._dialect, None
+        if events.find(dialect.error_mark) >= 0:
+            events, error_events = dialect.before_error(events)
             if error_events:
                 error = self._said(leg, error_events)
         try:
             if context.stream.has_opening:
                 events = context.stream.with_opening_counted(events)
-            if events.find(PROMPT_TOKENS) >= 0:
+            if events.find(dialect.usage_mark) >= 0:
                 if context.prompt_usage is not None:
-                    events = stream_with_prompt_usage(events, context.prompt_usage)
+                    events = dialect.stream_with_prompt_usage(events, context.prompt_usage)
                 context.record.tokens.tell(events)
             shown = context.stream.take(events)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -356,10 +358,10 @@ class Relay:
 
     def _said(self, leg: OpenLeg, error_events: bytes) -> Exception:
         """Returns the error for the engine's own error event. While there can be a status, it is the engine's."""
-        error = leg.say_error(error_events, is_ours=not is_clients_fault(error_events))
+        error = leg.say_error(error_events, is_ours=not self._dialect.is_clients_fault(error_events))
         if not self._is_kept or error.is_ours:
             return error
-        reply = error_reply(error_events)
+        reply = self._dialect.error_reply(error_events)
         return error if reply is None else EngineReply(*reply)
 
     def _keep(self, leg: OpenLeg, events: bytes) -> None:
@@ -399,7 +401,7 @@ class Relay:
     async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
         body = await leg.read(self._context.max_answer_bytes)
         try:
-            answer.check_whole(body, needs_text=needs_text)
+            self._dialect.check_whole(body, needs_text=needs_text)
         except CorruptAnswer as error:
             raise leg.fail(str(error)) from error
         if self._begun is not None:
@@ -407,7 +409,7 @@ class Relay:
         if opening is not None:
             body = with_opening(body, opening)
         usage = self._context.prompt_usage
-        return body if usage is None else with_prompt_usage(body, usage)
+        return body if usage is None else self._dialect.with_prompt_usage(body, usage)
 
     async def _send_whole(self, body: bytes) -> None:
         self._context.record.tokens.tell(body)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.http.base import EngineBroken, Source
-from pdproxy.openai.sse import DATA_DONE, EventBuffer, has_done
+from pdproxy.openai.dialect import OPENAI, Dialect
+from pdproxy.openai.sse import EventBuffer
 from pdproxy.openai.token_count import TokenCount
-from pdproxy.openai.usage import ERROR_EVENT, PROMPT_TOKENS
 from pdproxy.orchestrator.context import Outlet
 
 Show = Callable[[bytes], tuple[bytes, Exception | None]]
@@ -31,6 +31,9 @@ class StreamPump:
 
     __slots__ = (
         "_buffer",
+        "_dialect",
+        "_done_mark",
+        "_error_mark",
         "_idle_s",
         "_limit",
         "_outlet",
@@ -40,6 +43,7 @@ class StreamPump:
         "_source",
         "_stalled",
         "_tokens",
+        "_usage_mark",
         "is_done",
         "over",
     )
@@ -57,6 +61,7 @@ class StreamPump:
         stalled: MakeError,
         shows_all: bool,
         tokens: TokenCount,
+        dialect: Dialect = OPENAI,
     ) -> None:
         """Takes `limit`, which is moved with every piece. After `idle_s` seconds without one it raises `silent`, and
         `stalled` where the client has taken nothing for so long.
@@ -74,6 +79,11 @@ class StreamPump:
         self._stalled = stalled
         self._shows_all = shows_all
         self._tokens = tokens
+        self._dialect = dialect
+        # Read once: they are looked for in every piece.
+        self._done_mark = dialect.done_mark
+        self._error_mark = dialect.error_mark
+        self._usage_mark = dialect.usage_mark
         self.is_done = False
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -96,9 +106,9 @@ class StreamPump:
         if not events:
             return
         # `find` is used because `in` first checks whether it looks for a number, which takes ten times as long.
-        if events.find(DATA_DONE) >= 0:
-            self.is_done = self.is_done or has_done(events)
-        if not self._shows_all or events.find(ERROR_EVENT) >= 0 or events.find(PROMPT_TOKENS) >= 0:
+        if events.find(self._done_mark) >= 0:
+            self.is_done = self.is_done or self._dialect.has_done(events)
+        if not self._shows_all or events.find(self._error_mark) >= 0 or events.find(self._usage_mark) >= 0:
             self._show_some(events)
         else:
             self._tokens.add(events)

@@ -18,9 +18,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdproxy import __version__
 from pdproxy.aio.descriptors import DescriptorBudget
-from pdproxy.errors import MethodNotAllowed, ModelNotFound, NoSuchRoute, NotReady, ProxyError, Unauthorized
+from pdproxy.errors import (
+    InvalidRequest,
+    MethodNotAllowed,
+    ModelNotFound,
+    NoSuchRoute,
+    NotReady,
+    ProxyError,
+    Unauthorized,
+)
 from pdproxy.fleet.pool import Pool
 from pdproxy.kv_signals.board import KvBoard
+from pdproxy.openai.apis import keeper_in
+from pdproxy.openai.request import RESPONSES
 from pdproxy.orchestrator.error_reply import error_headers
 from pdproxy.orchestrator.orchestrator import Orchestrator
 from pdproxy.orchestrator.reaper import Reaper
@@ -81,6 +91,7 @@ def build_app(
     for path, endpoint in generation_routes.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, pool, keys)
+    _add_passed_routes(app, orchestrator, keys)
     _add_health_routes(app, pool, orchestrator)
     if elsewhere is not None:
         app.router.default = elsewhere
@@ -222,6 +233,12 @@ def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator) -> 
         """Answers 200 as long as the process lives."""
         return _json({"status": "ok"})
 
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        """Answers with an empty body: 200 if a request would be served, else 503. Hosts ask this before they send
+        anything."""
+        return Response(status_code=(await ready()).status_code)
+
     @app.get("/ready")
     async def ready() -> Response:
         """Answers 200 if a request would be served, else 503."""
@@ -234,6 +251,35 @@ def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator) -> 
         if not pool.is_ready:
             return _error(NotReady(f"there is no ready prefiller, or no ready decoder: {_who_is_not(pool)}"))
         return _json({"status": "ready"})
+
+
+def _add_passed_routes(app: FastAPI, orchestrator: Orchestrator, keys: ApiKeys) -> None:
+    """Adds what scripts for vLLM ask without a body."""
+    passing = orchestrator.passing
+
+    @app.get("/version")
+    async def version() -> Response:
+        """Tells the version of an engine, as it tells it itself: scripts look there for what it can do."""
+        status, body = await passing.get("/version")
+        return Response(body, status, media_type="application/json")
+
+    @app.get(RESPONSES + "/{response_id}")
+    async def response(request: Request, response_id: str) -> Response:
+        """Returns a response that a decoder keeps."""
+        keys.check(request.headers)
+        if request.query_params.get("stream", "false").lower() in ("true", "1"):
+            raise InvalidRequest("stream: a kept response can be asked for as a whole only", param="stream")
+        keeper = passing.keeper(keeper_in(response_id), param="response_id")
+        status, body = await passing.get(f"{RESPONSES}/{response_id}", keeper)
+        return Response(body, status, media_type="application/json")
+
+    @app.post(RESPONSES + "/{response_id}/cancel")
+    async def cancel(request: Request, response_id: str) -> Response:
+        """Has the decoder end a response that it writes in the background."""
+        keys.check(request.headers)
+        keeper = passing.keeper(keeper_in(response_id), param="response_id")
+        status, body = await passing.post(f"{RESPONSES}/{response_id}/cancel", keeper)
+        return Response(body, status, media_type="application/json")
 
 
 def _who_is_not(pool: Pool) -> str:

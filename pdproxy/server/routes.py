@@ -1,4 +1,4 @@
-"""The two generation routes decide what becomes of a request, whichever way it reaches them.
+"""The routes that take a body decide what becomes of a request, whichever way it reaches them.
 
 On a connection of the proxy's own an `Exchange` takes these steps one by one. Elsewhere a route is a plain ASGI
 endpoint: no request model, no response object, no generator to hand on to. Either way the coroutine that serves a
@@ -15,8 +15,10 @@ import msgspec
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.errors import BodyTooLarge, BodyTooSlow, MemoryBudgetSpent, ProxyError, Unauthorized
+from pdproxy.openai.apis import parser_of
+from pdproxy.openai.dialect import dialect_of
 from pdproxy.openai.priority import PriorityLimits
-from pdproxy.openai.request import GenerationRequest, parse
+from pdproxy.openai.request import MESSAGES, GenerationRequest
 from pdproxy.orchestrator.context import Client
 from pdproxy.orchestrator.error_reply import JSON, outcome_of, retry_header
 from pdproxy.server.api_keys import ApiKeys
@@ -64,6 +66,8 @@ class GenerationRoute:
         tracing: Tracing,
     ) -> None:
         self._endpoint = endpoint
+        self._parse = parser_of(endpoint)
+        self._dialect = dialect_of(endpoint)
         self._orchestrator = orchestrator
         self._observer = observer
         self.max_body_bytes = max_body_bytes
@@ -72,6 +76,7 @@ class GenerationRoute:
         self._priorities = priorities
         self._keys = keys
         self._passes_authorization = passes_authorization
+        self._passes_key = passes_authorization and endpoint.startswith(MESSAGES)  # as Anthropic's clients show it
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
@@ -101,6 +106,8 @@ class GenerationRoute:
         forwarded = {**self._tracing.begin(record, headers), request_id.HEADER: record.request_id}
         if self._passes_authorization and (shown := headers.get("authorization")) is not None:
             forwarded["authorization"] = shown
+        if self._passes_key and (shown := headers.get("x-api-key")) is not None:
+            forwarded["x-api-key"] = shown
         return record, forwarded
 
     def check(self, record: RequestRecord, headers: Mapping[str, str], memory: MemoryShare) -> None:
@@ -127,7 +134,7 @@ class GenerationRoute:
         """Returns a coroutine that answers the client, whatever happens. Only a cancellation passes through it."""
         request_id.current.set(record.request_id)
         try:
-            request = parse(self._endpoint, body, client.headers, self._priorities)
+            request = self._parse(self._endpoint, body, client.headers, self._priorities)
         except ProxyError as error:
             return self.refuse(client, record, error)
         except Exception:
@@ -145,7 +152,9 @@ class GenerationRoute:
         headers = [(b"content-type", JSON), (b"x-request-id", record.request_id.encode("latin-1"))]
         if isinstance(error, Unauthorized):
             headers.append(CHALLENGE)
-        await client.answer(error.status, headers + retry_header(error), msgspec.json.encode(error.body()))
+        await client.answer(
+            error.status, headers + retry_header(error), msgspec.json.encode(self._dialect.error_body(error))
+        )
 
     def gone(self, record: RequestRecord) -> None:
         """Ends the record of a client that went away before anything could be done for it."""

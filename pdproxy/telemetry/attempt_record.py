@@ -28,6 +28,8 @@ class Path(StrEnum):
     """The decoder alone serves the request."""
     PREFILL_ONLY = "prefill_only"
     """The prefiller finished the answer: EOS, stop, or one token wanted."""
+    PASSED = "passed"
+    """One instance answered the body as it was: there were no legs."""
 
 
 class Phase(StrEnum):
@@ -37,6 +39,7 @@ class Phase(StrEnum):
     PREFILL = "prefill"
     KV_WAIT = "kv_wait"
     DECODE = "decode"
+    PASSED = "passed"
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -57,6 +60,7 @@ PHASE_STEPS: Mapping[Path, Mapping[Phase, frozenset[Phase]]] = {
     Path.DISAGGREGATED: _steps(Phase.QUEUED, Phase.PREFILL, Phase.KV_WAIT, Phase.DECODE, Phase.DONE),
     Path.LOCAL: _steps(Phase.QUEUED, Phase.DECODE, Phase.DONE),
     Path.PREFILL_ONLY: _steps(Phase.QUEUED, Phase.PREFILL, Phase.DONE),
+    Path.PASSED: _steps(Phase.QUEUED, Phase.PASSED, Phase.DONE),
 }
 
 _STEP_IN = {
@@ -64,6 +68,7 @@ _STEP_IN = {
     Phase.PREFILL: "prefill",
     Phase.KV_WAIT: "kv_wait",
     Phase.DECODE: "first_byte",
+    Phase.PASSED: "passed",
     **dict.fromkeys(ENDS, ""),
 }
 """The name under which the time of each phase is told. ``first_byte`` is followed by ``decode``; an end takes no

@@ -15,7 +15,7 @@ import unicodedata
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from pdproxy.openai.request import GenerationRequest
+from pdproxy.openai.request import GenerationRequest, PromptKind
 from pdproxy.tokens.prompt_size import PromptSize
 
 _ESCAPE = re.compile(rb"\\u([0-9a-fA-F]{4})")
@@ -54,6 +54,8 @@ def size_without_tokenizer(request: GenerationRequest, frame: ChatFrame = UNSEEN
     if request.num_prompt_ids is not None:
         return PromptSize(tokens=request.num_prompt_ids, is_exact=True)
     bound = request.num_prompt_bytes
+    if request.prompt_kind is PromptKind.API:
+        return PromptSize(tokens=bound + frame.tokens + frame.message_tokens * request.num_messages, is_exact=False)
     if not request.is_ascii:
         bound = most_bytes(bytes(request.fields[request.prompt_field]))
     if request.is_chat:

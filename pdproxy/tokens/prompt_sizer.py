@@ -214,7 +214,7 @@ class ByteSizer:
         """Does nothing, because nothing is held here."""
 
     def _bound(self, request: GenerationRequest) -> PromptSize:
-        return size_without_tokenizer(request, self._engines.frame(request.model) if request.is_chat else UNSEEN)
+        return size_without_tokenizer(request, self._engines.frame(request.model) if request.is_rendered else UNSEEN)
 
     def is_clearly_small(self, bound: PromptSize) -> bool:
         return bound.tokens <= FEW_TOKENS and not self._decides(bound)

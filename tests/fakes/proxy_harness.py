@@ -27,7 +27,8 @@ from pdproxy.fronts import messages
 from pdproxy.fronts.channel import Channel
 from pdproxy.fronts.front import assemble_front
 from pdproxy.fronts.hub import Hub, Session
-from pdproxy.openai.request import CHAT, COMPLETIONS
+from pdproxy.openai.apis import PASSED
+from pdproxy.openai.request import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from pdproxy.tokens.tokenizer import FILE, FastTokenizer
 from tests.fakes.calls import LIMIT_S, Answer, AsgiCall, Call, Sent, Watch, as_it_is, until
 from tests.fakes.connected_call import ConnectedCall, Entrance
@@ -108,7 +109,7 @@ class Harness:
     ) -> Call:
         """`body` None: it never comes. `is_slow`: the client's line. `watch` is put around what serves it."""
         sent = Sent(path, body, headers or {}, method)
-        if self.way == "relay" and method == "POST" and path in (COMPLETIONS, CHAT):
+        if self.way == "relay" and method == "POST" and path in (COMPLETIONS, CHAT, MESSAGES, RESPONSES, *PASSED):
             return ConnectedCall(self.entrance, sent, watch=watch, is_slow=is_slow)
         return AsgiCall(self.proxy.app, sent, watch=watch, is_slow=is_slow)
 

@@ -15,6 +15,7 @@ const PHASES = {
   kv_wait: "Wait for KV",
   first_byte: "First byte",
   decode: "Decode",
+  passed: "Passed on",
   retry: "Next attempt",
 };
 const OUTCOMES = {

@@ -495,8 +495,9 @@ async def test_a_bug_is_told_of(door: FrontDoor, monkeypatch: pytest.MonkeyPatch
     def broken(*args: Any) -> Any:
         raise KeyError("bug")
 
-    monkeypatch.setattr("pdproxy.server.routes.parse", broken)
     connection, wire = wired(door)
+    route: Any = connection._routes.find(b"/v1/completions", [])
+    monkeypatch.setattr(route, "_parse", broken)
     connection.data_received(post())
     await turn()
     assert wire.written[0].startswith(b"HTTP/1.1 500 ")

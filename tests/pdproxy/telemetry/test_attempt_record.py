@@ -15,6 +15,7 @@ LIVES = {
     Path.DISAGGREGATED: [Phase.QUEUED, Phase.PREFILL, Phase.KV_WAIT, Phase.DECODE, Phase.DONE],
     Path.LOCAL: [Phase.QUEUED, Phase.DECODE, Phase.DONE],
     Path.PREFILL_ONLY: [Phase.QUEUED, Phase.PREFILL, Phase.DONE],
+    Path.PASSED: [Phase.QUEUED, Phase.PASSED, Phase.DONE],
 }
 CUSTODY_WAYS = [
     [Custody.NONE, Custody.RESERVED, Custody.FILLING, Custody.READY, Custody.RETURNED],
@@ -132,7 +133,7 @@ def test_the_tables_are_whole():
     for custody, steps in CUSTODY_STEPS.items():
         assert bool(PROOFS[custody]) is (Custody.RETURNED in steps)
     assert set(PHASE_STEPS) == set(Path)
-    assert set(PHASE_STEPS[Path.DISAGGREGATED]) == set(Phase)
+    assert set(PHASE_STEPS[Path.DISAGGREGATED]) | {Phase.PASSED} == set(Phase)
     assert all(not PHASE_STEPS[path][end] for path, end in product(Path, ENDS))
 
 

@@ -52,6 +52,7 @@ async def exercise(house: Harness) -> None:
     fail_once(house.prefiller, "prefill")
     await house.post()
     await house.post(stream=True)
+    await house.call_raw("/tokenize", b'{"prompt": "a b"}').answer()
 
 
 async def test_metrics_are_those_in_the_document() -> None:
