@@ -107,6 +107,7 @@ class Proxy:
     orchestrator: Orchestrator
     reaper: Reaper
     probe: Probe
+    tokenizers: TokenizerCheck
     membership: Membership
     recent: Recent
     descriptors: DescriptorBudget
@@ -138,13 +139,15 @@ def assemble(
     notify: Callable[[], str] | None = None,
     term: int | None = None,
     claims_until: float = -math.inf,
+    looks: bool = True,
 ) -> Proxy:
     """Builds everything and starts nothing. Raises `ConfigError` that names the option at fault.
 
     `make_client` replaces HTTP, for tests. `fleet` replaces the one that the options name. `elsewhere` has the figures
     of the proxy's other processes. `notify` tells where canaries' KV signals go to, where that is not this proxy's own
     socket. A proxy that admits in a `term` grants nothing before the time `claims_until` on the
-    monotonic clock.
+    monotonic clock. Without `looks`, nothing looks at the fleet by itself, at the file or at the engines: whoever has
+    made the proxy does that.
     """
     # Some parts need each other. A lambda stands for a part that is made further down, and is called after that only.
     descriptors = DescriptorBudget()
@@ -228,7 +231,7 @@ def assemble(
     followers: list[Runner] = [probe.run, membership.run, feed.run, ended_peers.run, lag.run, descriptors.run]
     if watch is not None:
         followers.append(watch.run)
-    running = Running(signals, reaper, orchestrator, pool, sizer, tracing, followers)
+    running = Running(signals, reaper, orchestrator, pool, sizer, tracing, followers if looks else [descriptors.run])
     app = build_app(
         generation_routes=generation_routes(settings, orchestrator, observer, keys, tracing, memory),
         pool=pool,
@@ -249,6 +252,7 @@ def assemble(
         orchestrator=orchestrator,
         reaper=reaper,
         probe=probe,
+        tokenizers=check,
         membership=membership,
         recent=recent,
         descriptors=descriptors,

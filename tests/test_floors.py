@@ -35,6 +35,7 @@ FLOORS = (
     "pdproxy.assemble",
     "pdproxy.serve",
     "pdproxy.fronts",
+    "pdproxy.inspection",
     "pdproxy.launch",
     "pdproxy.loadtest",
     "pdproxy.simulate",
