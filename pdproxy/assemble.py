@@ -64,6 +64,7 @@ from pdproxy.server.app import App, Status, add_operator_routes, build_app
 from pdproxy.server.process_memory import allowed_bytes
 from pdproxy.server.routes import BODY_COPIES, GenerationRoute
 from pdproxy.telemetry.figures import Elsewhere
+from pdproxy.telemetry.key_usage import KeyUsage
 from pdproxy.telemetry.log import RequestLog
 from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observer, Observers, Recent
@@ -195,10 +196,11 @@ def assemble(
         descriptors=descriptors,
         memory=memory,
     )
-    metrics, recent = Metrics(sources, elsewhere=elsewhere), Recent()
+    keys, usage = make_keys(settings)
+    metrics, recent = Metrics(sources, usage=usage, elsewhere=elsewhere), Recent()
     lag = LoopLag(metrics.loop_lagged)
-    tracing, keys = make_tracing(settings.otlp_endpoint), ApiKeys(settings.api_keys, settings.api_keys_file)
-    observer = Observers([metrics, RequestLog(), recent, tracing])
+    tracing = make_tracing(settings.otlp_endpoint)
+    observer = Observers([*observers_of(keys, usage, settings), metrics, RequestLog(), recent, tracing])
     counts = TokenCounts(pool, take_ids=TAKE_IDS)
     sizer = make_sizer(settings, counts)
     check = TokenizerCheck(counts, sizer.tokenizer, timeout_s=settings.probe_timeout_s)
@@ -527,6 +529,18 @@ def generation_routes(
         )
         for path in (COMPLETIONS, CHAT)
     }
+
+
+def make_keys(settings: Settings, num_parts: int = 1) -> tuple[ApiKeys, KeyUsage]:
+    """Returns the keys of clients, and what counts their use. This process enforces one of `num_parts` equal parts of
+    their limits. Raises `ConfigError`."""
+    keys = ApiKeys(settings.api_keys, settings.api_keys_file, num_parts=num_parts, names_all=settings.usage_log)
+    return keys, KeyUsage(logs=settings.usage_log)
+
+
+def observers_of(keys: ApiKeys, usage: KeyUsage, settings: Settings) -> list[Observer]:
+    """Returns `usage` where anything can be charged or is to be logged: else it costs nothing."""
+    return [usage] if keys.may_have_names or settings.usage_log else []
 
 
 def memory_budget(settings: Settings, num_processes: int = 1) -> int:

@@ -234,8 +234,9 @@ class Settings(BaseSettings):
     )
     api_keys: CommaList = setting((), "Keys of which a client must show one; without any, all may ask", repr=False)
     api_keys_file: Path | None = setting(
-        None, "File with more keys of clients, KEY or KEY name=NAME per line; may change"
+        None, "File with more keys of clients, KEY or KEY name=NAME [rpm=N] [tpm=N] per line; may change"
     )
+    usage_log: bool = setting(False, "Log a line of JSON for each request: key name, model, tokens, outcome, time")
     engine_client: EngineClientKind = setting(
         "auto", "Client for the engines: relay (HTTP/1.1 in clear text, light) or httpx (any); auto prefers relay"
     )
