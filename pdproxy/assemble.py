@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -583,12 +584,21 @@ def make_retries(settings: Settings, clock: Clock = time.monotonic) -> RetryBudg
 
 
 def http_client(settings: Settings, descriptors: DescriptorBudget | None = None) -> MakeClient:
+    tls = _engine_tls(settings)
+
     def make(one: InstanceSettings) -> EngineClient:
         kind = settings.engine_client
         if kind == "relay" and not can_reach(one.url):
             raise ConfigError(f"engine_client: relay speaks no HTTPS, which {one.name!r} has; use auto or httpx")
-        make_one = HttpxClient if kind == "httpx" or not can_reach(one.url) else Http1Client
-        return make_one(
+        if kind == "httpx" or not can_reach(one.url):
+            return HttpxClient(
+                one.url,
+                connect_timeout_s=settings.connect_timeout_s,
+                api_key=settings.engine_api_key,
+                tls=tls,
+                descriptors=descriptors,
+            )
+        return Http1Client(
             one.url,
             connect_timeout_s=settings.connect_timeout_s,
             api_key=settings.engine_api_key,
@@ -596,6 +606,17 @@ def http_client(settings: Settings, descriptors: DescriptorBudget | None = None)
         )
 
     return make
+
+
+def _engine_tls(settings: Settings) -> ssl.SSLContext | None:
+    """Returns whose certificates are trusted of engines; None for those that are trusted anyway. Raises
+    `ConfigError`."""
+    if settings.engine_cafile is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=settings.engine_cafile)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"engine_cafile: {settings.engine_cafile} cannot be used: {error}") from None
 
 
 def make_admission(

@@ -246,6 +246,10 @@ class Settings(BaseSettings):
         repr=False,
         pattern=r"^[!-~]+$",
     )
+    engine_cafile: Path | None = setting(
+        None,
+        "Certificates (PEM) of which one must have signed those of engines at https://; default: public authorities",
+    )
     attempt_key_file: Path | None = setting(
         None,
         "File with the key that this proxy shares with the decoders, which then take no attempts "

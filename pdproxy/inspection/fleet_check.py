@@ -61,6 +61,8 @@ SLOW_SHARE = 0.5
 """The share of a time limit beyond which an answer is called slow."""
 MAX_SAID_BYTES = 300
 """The most bytes that are told of an engine's own words."""
+MAX_CAUSES = 20
+"""The most errors below one another that are looked at."""
 ADVICE = {
     "role": "start the engine in that role, or change `role` of its table; two instances may have been mixed up",
     "model": "start the engine with that model, or change `model` of its table",
@@ -182,7 +184,7 @@ class FleetCheck:
             )
         elif _is_of_tls(error):
             advice = "a certificate must be for this host, in date by this machine's clock, and signed by one that "
-            advice += "this machine trusts (SSL_CERT_FILE); for an engine without HTTPS give http://"
+            advice += "--engine-cafile has (default: a public one); for an engine without HTTPS give http://"
             add("tls", (name,), f"no TLS with {url}: {said}", advice)
         elif isinstance(error, EngineRefused):
             advice = "start the engine, or correct `url`; it must listen on an address that this machine reaches"
@@ -429,11 +431,13 @@ def _of_field(field: str) -> Problem:
 
 
 def _is_of_tls(error: BaseException | None) -> bool:
-    """Tells whether an error lies in TLS, below what the client makes of it."""
-    while error is not None:
+    """Tells whether an error lies in TLS, below what the client makes of it. Errors may be each other's context, so
+    only so many are looked at."""
+    for _ in range(MAX_CAUSES):
         if isinstance(error, ssl.SSLError):
             return True
-        error = error.__cause__ or error.__context__
+        if error is not None:
+            error = error.__cause__ or error.__context__
     return False
 
 
