@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -70,6 +71,7 @@ from pdproxy.server.app import App, Status, add_operator_routes, build_app
 from pdproxy.server.process_memory import allowed_bytes
 from pdproxy.server.routes import BODY_COPIES, GenerationRoute
 from pdproxy.telemetry.figures import Elsewhere
+from pdproxy.telemetry.key_usage import KeyUsage
 from pdproxy.telemetry.log import RequestLog
 from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observer, Observers, Recent
@@ -113,6 +115,7 @@ class Proxy:
     orchestrator: Orchestrator
     reaper: Reaper
     probe: Probe
+    tokenizers: TokenizerCheck
     membership: Membership
     recent: Recent
     descriptors: DescriptorBudget
@@ -145,6 +148,7 @@ def assemble(
     notify: Callable[[], str] | None = None,
     term: int | None = None,
     claims_until: float = -math.inf,
+    looks: bool = True,
 ) -> Proxy:
     """Builds everything and starts nothing. Raises `ConfigError` that names the option at fault.
 
@@ -152,7 +156,8 @@ def assemble(
     runs already, what they say of discovery. `elsewhere` has the figures
     of the proxy's other processes. `notify` tells where canaries' KV signals go to, where that is not this proxy's own
     socket. A proxy that admits in a `term` grants nothing before the time `claims_until` on the
-    monotonic clock.
+    monotonic clock. Without `looks`, nothing looks at the fleet by itself, at the file or at the engines: whoever has
+    made the proxy does that.
     """
     # Some parts need each other. A lambda stands for a part that is made further down, and is called after that only.
     descriptors = DescriptorBudget()
@@ -202,10 +207,11 @@ def assemble(
         descriptors=descriptors,
         memory=memory,
     )
-    metrics, recent = Metrics(sources, elsewhere=elsewhere), Recent()
+    keys, usage = make_keys(settings)
+    metrics, recent = Metrics(sources, usage=usage, elsewhere=elsewhere), Recent()
     lag = LoopLag(metrics.loop_lagged)
-    tracing, keys = make_tracing(settings.otlp_endpoint), ApiKeys(settings.api_keys, settings.api_keys_file)
-    observer = Observers([metrics, RequestLog(), recent, tracing])
+    tracing = make_tracing(settings.otlp_endpoint)
+    observer = Observers([*observers_of(keys, usage, settings), metrics, RequestLog(), recent, tracing])
     counts = TokenCounts(pool, take_ids=TAKE_IDS)
     sizer = make_sizer(settings, counts)
     check = TokenizerCheck(counts, sizer.tokenizer, timeout_s=settings.probe_timeout_s)
@@ -242,7 +248,7 @@ def assemble(
         followers.append(own_discovery.run)
     if (leading := discovery or own_discovery) is not None:
         followers.append(partial(leading.lead, Roster("discovery", membership, pool, present=found)))
-    running = Running(signals, reaper, orchestrator, pool, sizer, tracing, followers)
+    running = Running(signals, reaper, orchestrator, pool, sizer, tracing, followers if looks else [descriptors.run])
     app = build_app(
         generation_routes=generation_routes(settings, orchestrator, observer, keys, tracing, memory),
         pool=pool,
@@ -263,6 +269,7 @@ def assemble(
         orchestrator=orchestrator,
         reaper=reaper,
         probe=probe,
+        tokenizers=check,
         membership=membership,
         recent=recent,
         descriptors=descriptors,
@@ -558,6 +565,18 @@ def generation_routes(
     }
 
 
+def make_keys(settings: Settings, num_parts: int = 1) -> tuple[ApiKeys, KeyUsage]:
+    """Returns the keys of clients, and what counts their use. This process enforces one of `num_parts` equal parts of
+    their limits. Raises `ConfigError`."""
+    keys = ApiKeys(settings.api_keys, settings.api_keys_file, num_parts=num_parts, names_all=settings.usage_log)
+    return keys, KeyUsage(logs=settings.usage_log)
+
+
+def observers_of(keys: ApiKeys, usage: KeyUsage, settings: Settings) -> list[Observer]:
+    """Returns `usage` where anything can be charged or is to be logged: else it costs nothing."""
+    return [usage] if keys.may_have_names or settings.usage_log else []
+
+
 def memory_budget(settings: Settings, num_processes: int = 1) -> int:
     """Returns the bytes of one process's part of the memory budget. Raises `ConfigError` where no body of the largest
     size would fit in."""
@@ -598,12 +617,21 @@ def make_retries(settings: Settings, clock: Clock = time.monotonic) -> RetryBudg
 
 
 def http_client(settings: Settings, descriptors: DescriptorBudget | None = None) -> MakeClient:
+    tls = _engine_tls(settings)
+
     def make(one: InstanceSettings) -> EngineClient:
         kind = settings.engine_client
         if kind == "relay" and not can_reach(one.url):
             raise ConfigError(f"engine_client: relay speaks no HTTPS, which {one.name!r} has; use auto or httpx")
-        make_one = HttpxClient if kind == "httpx" or not can_reach(one.url) else Http1Client
-        return make_one(
+        if kind == "httpx" or not can_reach(one.url):
+            return HttpxClient(
+                one.url,
+                connect_timeout_s=settings.connect_timeout_s,
+                api_key=settings.engine_api_key,
+                tls=tls,
+                descriptors=descriptors,
+            )
+        return Http1Client(
             one.url,
             connect_timeout_s=settings.connect_timeout_s,
             api_key=settings.engine_api_key,
@@ -611,6 +639,17 @@ def http_client(settings: Settings, descriptors: DescriptorBudget | None = None)
         )
 
     return make
+
+
+def _engine_tls(settings: Settings) -> ssl.SSLContext | None:
+    """Returns whose certificates are trusted of engines; None for those that are trusted anyway. Raises
+    `ConfigError`."""
+    if settings.engine_cafile is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=settings.engine_cafile)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"engine_cafile: {settings.engine_cafile} cannot be used: {error}") from None
 
 
 def make_admission(

@@ -6,10 +6,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -99,6 +100,72 @@ def serve(context: typer.Context) -> None:
                 WorkersServer(assemble(settings), settings.workers).run()
         finally:
             log.flush()  # before the line that tells of an error
+
+
+class Check(Command):
+    """Check is ``pdproxy check``, which takes all options of ``pdproxy serve`` besides its own."""
+
+    def help_rows(self, ctx: Any) -> Iterator[tuple[str, tuple[str, str]]]:
+        from pdproxy.config.help import rows
+
+        yield from super().help_rows(ctx)
+        yield from rows()
+
+
+@app.command(cls=Check, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def check(
+    context: typer.Context,
+    url: Annotated[
+        str | None, option("URL", "Check the fleet of the proxy that runs at this address", group="The check")
+    ] = None,
+    max_pairs: Annotated[int, option("N", "Pairs up to which all are tried; of more, each instance once", min=1)] = 64,
+    time_limit_s: Annotated[float, option("SECONDS", "Longest time for all", min=1)] = 120.0,
+    key_file: Annotated[Path | None, option("FILE", "File with a client's key, for --url")] = None,
+    json_file: Json = None,
+) -> None:
+    """Find out what is wrong with a fleet.
+
+    Takes the options, environment and file of pdproxy serve. Every engine is asked what it is, and pairs serve one
+    small request each. The exit status is 0 where nothing is wrong, 1 where something is, and 2 where that could not
+    be found out.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from pdproxy.errors import ConfigError
+    from pdproxy.inspection import check_command
+    from pdproxy.inspection.running_proxy import AskFailed
+
+    with one_line_errors("pdproxy", ConfigError, AskFailed, TransferError, OSError):
+        status = check_command.check(
+            context.args,
+            own_flags=[flag for one in context.command.params for flag in one.opts],
+            url=url,
+            max_pairs=max_pairs,
+            limit_s=time_limit_s,
+            key_file=key_file,
+            json_file=json_file,
+        )
+    raise typer.Exit(status)
+
+
+@app.command(cls=Command)
+def status(
+    url: Annotated[str, option("URL", "Address of the proxy", group="The proxy")] = "http://127.0.0.1:9100",
+    follow: Annotated[bool, option(None, "Look again and again, until Ctrl-C", "--follow")] = False,
+    interval_s: Annotated[float, option("SECONDS", "Time between two looks of --follow", min=0.1)] = 2.0,
+    json_file: Json = None,
+) -> None:
+    """Show the fleet of a running proxy.
+
+    Instances with health, pages and queue, the requests in flight, and the proxy's processes or replicas, as its
+    /status page has them. With --json the page goes through as it is.
+    """
+    import asyncio
+
+    from pdproxy.inspection import status_command
+    from pdproxy.inspection.running_proxy import AskFailed
+
+    with one_line_errors("pdproxy", AskFailed, OSError), suppress(KeyboardInterrupt):
+        asyncio.run(status_command.show(url, json_file, follow_s=interval_s if follow else None))
 
 
 ELSEWHERE = {

@@ -219,6 +219,14 @@ class QueueFull(AdmissionError):
     code = "queue_full"
 
 
+class RateLimited(ProxyError):
+    """`RateLimited` says that the client's key has used up its requests or tokens per minute."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
 class QueueTimeout(AdmissionError):
     """`QueueTimeout` says that the request waited for slots as long as it may, and got none."""
 

@@ -36,6 +36,7 @@ FLOORS = (
     "pdproxy.assemble",
     "pdproxy.serve",
     "pdproxy.fronts",
+    "pdproxy.inspection",
     "pdproxy.launch",
     "pdproxy.loadtest",
     "pdproxy.simulate",

@@ -13,6 +13,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from pdproxy.fleet.capacity import CapacityReport
+from pdproxy.inspection import status_tables as shown
+from pdproxy.inspection.findings import Report
+from pdproxy.inspection.findings import make_table as checked_table
 from pdproxy.loadtest.report import terminal
 from pdproxy.loadtest.report.sides import Side, shown_of
 from pdproxy.loadtest.slo import Slo
@@ -66,6 +69,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "loadtest: latencies": lambda: _loadtest(terminal.latencies, is_one=True),
     "simulate": lambda: simulated.make_table("Policies", (["policy (prefill/decode)", *simulated._HEADS], [])),
     "simulate: check": lambda: simulated.make_table("x", simulated.compared_rows([])),
+    "check": lambda: checked_table(Report("x")),
+    "status: instances": lambda: shown.instance_table([]),
+    "status: requests": lambda: shown.request_table([]),
     "bench_proxy": lambda: proxy_table(NOTHING_MEASURED),
     "bench_proxy --failover": lambda: failover_table([]),
     "bench_transfer": _transfer,

@@ -37,6 +37,7 @@ ONLY_FOR: dict[str, frozenset[Engine]] = {
     "bootstrap_port": frozenset({"sglang", "mooncake"}),
     "kv_port": frozenset({"vllm_transfer"}),
     "max_rooms": frozenset({"sglang"}),
+    "num_blocks": frozenset({"vllm_nixl", "mooncake"}),
     "data_parallel_rank": frozenset({"vllm_nixl", "sglang", "mooncake"}),
 }
 """The kinds of engines that have a field; a field that is not here is for all kinds."""
@@ -119,6 +120,10 @@ class InstanceSettings(BaseModel):
     """
     max_rooms: int | None = Field(None, ge=1)
     """The number of requests that an SGLang prefiller may have under way, where that is less than it allows itself."""
+    num_blocks: int | None = Field(None, ge=1)
+    """The number of blocks of a vLLM prefiller's KV cache, of `chunk_size` tokens each, where vLLM does not tell it
+    (``--disable-log-stats``).
+    """
     data_parallel_rank: int | None = Field(None, ge=0)
     """The data-parallel rank of the engine which this instance is. List one instance for each rank, with the same
     `url`.
@@ -140,6 +145,8 @@ class InstanceSettings(BaseModel):
         for name, engines in ONLY_FOR.items():
             if getattr(self, name) not in (None, ()) and self.engine not in engines:
                 raise ValueError(f"{name} is for {' and '.join(sorted(engines))}, not for {self.engine}")
+        if self.num_blocks is not None and self.chunk_size is None:
+            raise ValueError("num_blocks needs chunk_size, the tokens of one block (vLLM's --block-size)")
         return self
 
     @property

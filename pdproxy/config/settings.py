@@ -256,8 +256,9 @@ class Settings(BaseSettings):
     )
     api_keys: CommaList = setting((), "Keys of which a client must show one; without any, all may ask", repr=False)
     api_keys_file: Path | None = setting(
-        None, "File with more keys of clients, KEY or KEY name=NAME per line; may change"
+        None, "File with more keys of clients, KEY or KEY name=NAME [rpm=N] [tpm=N] per line; may change"
     )
+    usage_log: bool = setting(False, "Log a line of JSON for each request: key name, model, tokens, outcome, time")
     engine_client: EngineClientKind = setting(
         "auto", "Client for the engines: relay (HTTP/1.1 in clear text, light) or httpx (any); auto prefers relay"
     )
@@ -266,6 +267,10 @@ class Settings(BaseSettings):
         "Key for the engines; with neither it nor api-keys, they get the client's Authorization",
         repr=False,
         pattern=r"^[!-~]+$",
+    )
+    engine_cafile: Path | None = setting(
+        None,
+        "Certificates (PEM) of which one must have signed those of engines at https://; default: public authorities",
     )
     attempt_key_file: Path | None = setting(
         None,

@@ -15,6 +15,7 @@ from pdproxy.engines.lmcache import LMCacheAdapter, LMCacheBuffer
 from pdproxy.engines.lmcache_config import check_lmcache_configs, lmcache_buffer, read_lmcache_config
 from pdproxy.engines.mooncake import MooncakeAdapter
 from pdproxy.engines.sglang import SglangAdapter
+from pdproxy.engines.vllm_metrics import GivenCache
 from pdproxy.engines.vllm_nixl import VllmNixlAdapter
 from pdproxy.engines.vllm_transfer import VllmTransferAdapter
 from pdproxy.errors import ConfigError
@@ -37,7 +38,9 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
         case "builtin":
             return BuiltinAdapter(attempt_key=_attempt_key(settings), **lease)
         case "vllm_nixl":
-            return VllmNixlAdapter(one.role, data_parallel_rank=one.data_parallel_rank, **lease)
+            return VllmNixlAdapter(
+                one.role, data_parallel_rank=one.data_parallel_rank, given=_given_cache(one), **lease
+            )
         case "vllm_transfer":
             return VllmTransferAdapter(kv_url=_kv_url(one, settings), attempt_key=_attempt_key(settings), **lease)
         case "lmcache":
@@ -54,7 +57,13 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
             )
         case "mooncake":
             bootstrap = _bootstrap(one, settings)
-            return MooncakeAdapter(one.role, bootstrap=bootstrap, data_parallel_rank=one.data_parallel_rank, **lease)
+            return MooncakeAdapter(
+                one.role,
+                bootstrap=bootstrap,
+                data_parallel_rank=one.data_parallel_rank,
+                given=_given_cache(one),
+                **lease,
+            )
 
 
 def warn_of_mistakes(fleet: Sequence[InstanceSettings], settings: Settings) -> None:
@@ -99,6 +108,10 @@ def _bootstrap(one: InstanceSettings, settings: Settings) -> str | None:
     if one.engine == "sglang" and one.bootstrap_port is None and "bootstrap_port" not in settings.model_fields_set:
         return host
     return f"{host}:{one.bootstrap_port or settings.bootstrap_port}"
+
+
+def _given_cache(one: InstanceSettings) -> GivenCache:
+    return GivenCache(one.name, one.num_blocks, one.chunk_size)
 
 
 def _kv_url(one: InstanceSettings, settings: Settings) -> str:

@@ -30,7 +30,7 @@ from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OUT_OF_TOKENS, is_whole, read_one_token
 from pdproxy.engines.traits import ALL_ENDPOINTS, EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
-from pdproxy.engines.vllm_metrics import read_metrics
+from pdproxy.engines.vllm_metrics import CacheReader, GivenCache
 from pdproxy.openai.request import (
     FALSE,
     TRUE,
@@ -64,10 +64,16 @@ class MooncakeAdapter:
     name = "mooncake"
 
     def __init__(
-        self, role: Role, *, bootstrap: str | None, data_parallel_rank: int | None = None, lease_s: float = 480.0
+        self,
+        role: Role,
+        *,
+        bootstrap: str | None,
+        data_parallel_rank: int | None = None,
+        lease_s: float = 480.0,
+        given: GivenCache = GivenCache(),  # noqa: B008 (it cannot change)
     ) -> None:
         """Makes the adapter. `bootstrap` is ``host:port`` of a prefiller's bootstrap server, as decoders reach it; None
-        for a decoder.
+        for a decoder. `given` is what the configuration says of its cache.
 
         `lease_s` is the engine's ``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``, in seconds, after which it drops KV that
         nobody has asked for. What is asked for later is refused then, and is never another request's.
@@ -76,6 +82,7 @@ class MooncakeAdapter:
         self._bootstrap = bootstrap if role == "prefill" else None
         self._query = None if self._bootstrap is None else f"http://{self._bootstrap}/query"
         self._rank = data_parallel_rank
+        self._cache = CacheReader(given, data_parallel_rank)
         self.traits = EngineTraits(
             ready=KvReady.ENGINES,
             page_owner="prefill",
@@ -94,15 +101,17 @@ class MooncakeAdapter:
 
     def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
         """Reads the facts. The agreement is what the connector assumes: it copies block for block."""
-        metrics = read_metrics(answers[_METRICS], self._rank)
+        metrics = self._cache.read(answers[_METRICS], answers[model_cards.PATH])
         cards = read_model_cards(answers[model_cards.PATH])
         engine_id = None if self._query is None else self._engine_id(answers[self._query])
-        dtype = {name: text for name, text in metrics.labels.items() if name == "cache_dtype"}
+        agreement = {name: text for name, text in metrics.labels.items() if name == "cache_dtype"}
+        if metrics.block_size is not None:
+            agreement["block_size"] = str(metrics.block_size)
         return EngineInfo(
             epoch=metrics.process_start or engine_id,
             models=cards.names,
             cards=cards.cards,
-            agreement={"block_size": str(metrics.block_size)} | dtype,
+            agreement=agreement,
             num_pages=metrics.num_usable_blocks if self._role == "prefill" else 0,
             num_occupied=metrics.num_used_blocks if self._role == "prefill" else None,
             chunk_size=metrics.block_size,

@@ -6,17 +6,23 @@ It uses expressions instead of a parser of the whole page, which has a thousand 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdproxy.engines.adapter import MalformedReply
 
+log = logging.getLogger(__name__)
+
 _SAMPLE = r"^{name}(?:\{{(?P<labels>.*)\}})?[ \t]+(?P<value>[^ \t\n]+)[^\n]*$"
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _CONFIG = "vllm:cache_config_info"
 _USAGE, _OLD_USAGE = "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"
 _STARTED = "process_start_time_seconds"
+_OWNED_BY_VLLM = re.compile(rb'"owned_by"\s*:\s*"vllm"')
+UNKNOWN_BLOCKS = 1 << 30
+"""The number of blocks that stands for a cache of which nobody knows the size: so many that nothing waits for them."""
 _NULL_BLOCKS = 1
 """The number of blocks that vLLM keeps for itself."""
 _ROUNDING = 1e-6
@@ -32,8 +38,8 @@ class VllmMetrics:
     """The number of blocks of the KV cache. A data-parallel engine tells those of all ranks together, on each rank's
     line (seen with vLLM 0.32).
     """
-    block_size: int
-    """The number of tokens per block."""
+    block_size: int | None
+    """The number of tokens per block; None where nobody knows it."""
     num_tokens: int | None
     """The number of tokens that one rank's KV cache has room for; None where it is not told."""
     usage: float | None
@@ -56,13 +62,64 @@ class VllmMetrics:
         Where the cache has room for fewer tokens than its blocks would hold, the tokens count: a hybrid model takes
         several blocks for the same tokens.
         """
-        limit = self.num_gpu_blocks if self.num_tokens is None else self.num_tokens // self.block_size
+        limit = self.num_gpu_blocks
+        if self.num_tokens is not None and self.block_size is not None:
+            limit = self.num_tokens // self.block_size
         return max(0, min(self.num_gpu_blocks, limit) - _NULL_BLOCKS)
 
     @property
     def num_used_blocks(self) -> int | None:
         """Returns how many of the usable blocks are taken, rounded down; None where the usage is not told."""
         return None if self.usage is None else int(self.usage * self.num_usable_blocks + _ROUNDING)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenCache:
+    """A `GivenCache` is what the configuration says of an instance's KV cache; None where it does not say."""
+
+    instance: str = ""
+    num_blocks: int | None = None
+    block_size: int | None = None
+
+
+class CacheReader:
+    """A `CacheReader` reads one instance's metrics. Where vLLM tells nothing of its cache (``--disable-log-stats``),
+    what the configuration says counts; without that, no request waits for its blocks, and the log says so once.
+
+    What must always hold: only an engine whose model cards are vLLM's is taken so. A violation would be seen as an
+    engine of another kind that becomes ready as vLLM.
+
+    Mutable state: whether the log was told.
+    """
+
+    def __init__(self, given: GivenCache, rank: int | None) -> None:
+        self._given = given
+        self._rank = rank
+        self._is_told = False
+
+    def read(self, page: bytes, cards: bytes) -> VllmMetrics:
+        """Returns the numbers of the metrics page. `cards` is the body of the instance's ``/v1/models``. Raises
+        `MalformedReply`."""
+        text = page.decode(errors="replace")
+        if _samples(text, _CONFIG, None) or _OWNED_BY_VLLM.search(cards) is None:
+            return read_metrics(page, self._rank)
+        given = self._given
+        if given.num_blocks is None and not self._is_told:
+            self._is_told = True
+            log.warning(
+                "%s does not tell the size of its KV cache (vLLM's --disable-log-stats): no request waits for its "
+                "blocks; give num_blocks and chunk_size in its table, or start vLLM without that option",
+                given.instance,
+            )
+        started = [value for _, value in _samples(text, _STARTED, None)]
+        return VllmMetrics(
+            num_gpu_blocks=UNKNOWN_BLOCKS if given.num_blocks is None else given.num_blocks + _NULL_BLOCKS,
+            block_size=given.block_size,
+            num_tokens=None,
+            usage=None,
+            process_start=started[0] if started else None,
+            labels={},
+        )
 
 
 def read_metrics(text: bytes, rank: int | None = None) -> VllmMetrics:
@@ -76,8 +133,8 @@ def read_metrics(text: bytes, rank: int | None = None) -> VllmMetrics:
     if not configs:
         whose = "" if rank is None else f" of engine {rank}"
         raise MalformedReply(
-            f"its /metrics has no {_CONFIG}{whose}: vLLM leaves it out with --disable-log-stats, and no option of the "
-            "proxy stands in for it; start vLLM without that"
+            f"its /metrics has no {_CONFIG}{whose}, and its model cards are not those of a vLLM that was started with "
+            "--disable-log-stats"
         )
     usage = _samples(page, _USAGE, rank) or _samples(page, _OLD_USAGE, rank)
     started = [value for _, value in _samples(page, _STARTED, None)]

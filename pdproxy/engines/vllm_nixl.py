@@ -30,7 +30,7 @@ from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.traits import ALL_ENDPOINTS, EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_legs import VllmLegs, decode_fields
-from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
+from pdproxy.engines.vllm_metrics import CacheReader, GivenCache, VllmMetrics
 from pdproxy.openai.answer import read_cards
 from pdproxy.openai.apis import api_prefill_fields
 from pdproxy.openai.request import (
@@ -63,11 +63,19 @@ class VllmNixlAdapter(VllmLegs):
 
     name = "vllm_nixl"
 
-    def __init__(self, role: Role, *, lease_s: float = 30.0, data_parallel_rank: int | None = None) -> None:
+    def __init__(
+        self,
+        role: Role,
+        *,
+        lease_s: float = 30.0,
+        data_parallel_rank: int | None = None,
+        given: GivenCache = GivenCache(),  # noqa: B008 (it cannot change)
+    ) -> None:
         """Makes the adapter. `lease_s` is vLLM's ``kv_lease_duration``, in seconds. `data_parallel_rank` is the only
-        rank that this instance stands for.
+        rank that this instance stands for. `given` is what the configuration says of its cache.
         """
         super().__init__(data_parallel_rank)
+        self._cache = CacheReader(given, data_parallel_rank)
         self._role: Role = role
         self.traits = EngineTraits(
             ready=KvReady.PREFILL_REPLY,
@@ -92,7 +100,7 @@ class VllmNixlAdapter(VllmLegs):
         Two engines that differ in it refuse each other's KV (unless told not to check). Tensor parallelism and block
         size may differ.
         """
-        metrics = read_metrics(answers[_METRICS], self._rank)
+        metrics = self._cache.read(answers[_METRICS], answers[model_cards.PATH])
         cards = read_model_cards(answers[model_cards.PATH])
         return EngineInfo(
             epoch=metrics.process_start,

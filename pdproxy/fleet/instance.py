@@ -151,6 +151,15 @@ class Prefilling:
         self()
 
 
+class UnlikeConfigured(MalformedReply):
+    """`UnlikeConfigured` says that an instance is not what the configuration says of it. `field` is the name of the
+    field which differs."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class Instance(Place):
     """Instance is the engine that `settings` name. `is_newcomer`: it joins others that are at work, so that it starts
     slowly.
@@ -649,11 +658,15 @@ class Instance(Place):
             if told is not None and not (told.isprintable() and len(told) <= MAX_TOLD_CHARS):
                 raise MalformedReply(f"it tells a name that is too long or cannot be printed: {told[:40]!r}")
         if facts.role not in (None, self.role):
-            raise MalformedReply(f"it is configured for {self.role} and says it is for {facts.role}")
+            raise UnlikeConfigured("role", f"it is configured for {self.role} and says it is for {facts.role}")
         if settings.chunk_size is not None and facts.chunk_size not in (None, settings.chunk_size):
-            raise MalformedReply(f"its chunk_size is {facts.chunk_size}, and {settings.chunk_size} is configured")
+            raise UnlikeConfigured(
+                "chunk_size", f"its chunk_size is {facts.chunk_size}, and {settings.chunk_size} is configured"
+            )
         if settings.model is not None and models and settings.model not in models:
-            raise MalformedReply(f"its model is {', '.join(sorted(models))}, and {settings.model} is configured")
+            raise UnlikeConfigured(
+                "model", f"its model is {', '.join(sorted(models))}, and {settings.model} is configured"
+            )
         if self.is_owner:
             self._check_pages(facts)
         if self.role == "decode" and self.adapter.traits.ready is KvReady.SIGNALS:
@@ -675,7 +688,7 @@ class Instance(Place):
         if not ports:
             raise MalformedReply("it has 0 receivers")
         if expected and sorted(expected) != sorted(ports):
-            raise MalformedReply(f"its receivers listen on {ports}, and {expected} are configured")
+            raise UnlikeConfigured("receiver_ports", f"its receivers listen on {ports}, and {expected} are configured")
 
     def __repr__(self) -> str:
         return f"<Instance {self.name} ({self.role}): {self.health}{', ' if self.why else ''}{self.why}>"

@@ -85,6 +85,10 @@ class UnlikeItsKind(Exception):
         self.is_read = is_read
 
 
+class KeyRefused(UnlikeItsKind):
+    """`KeyRefused` says that an engine asks for a key, and was shown none or a wrong one."""
+
+
 class _Failed(msgspec.Struct):
     """`_Failed` is the body of an engine's look that says what is wrong with it."""
 
@@ -152,7 +156,7 @@ class Probe:
         strange: UnlikeItsKind | None = None
         is_misfit = False
         try:
-            await self._ask(instance)
+            await self.ask(instance)
             # Before its canary the instance gets no requests anyway. Without a canary it is ready at once, and its
             # tokenizer is compared after that: until then its prompts are counted in another way.
             if self._prove is not None:
@@ -197,12 +201,14 @@ class Probe:
         note = instance.lost if error.is_read else instance.missed
         if str(error) in instance.why:
             note(instance.why)
-        elif kind := await self._other_kind(instance):
+        elif kind := await self.other_kind(instance):
             instance.lost(f"{error}: {kind}")
         else:
             note(str(error))
 
-    async def _other_kind(self, instance: Instance) -> str | None:
+    async def other_kind(self, instance: Instance) -> str | None:
+        """Asks the instance of what other kind it may be. Returns that as part of a sentence; None where it is not
+        known."""
         answers: dict[str, bytes] = {}
         try:
             for path in recognise.LOOKS:
@@ -293,7 +299,12 @@ class Probe:
                 instance.suspected.set()
                 num_left -= 1
 
-    async def _ask(self, instance: Instance) -> None:
+    async def ask(self, instance: Instance) -> None:
+        """Asks the instance once how it is, and lets it take in the answer. It does not become ready by that.
+
+        Raises `EngineUnreachable`, `EngineBroken`, `UnlikeItsKind`, and `MalformedReply` where the answer does not fit
+        what is configured.
+        """
         async with instance.look_lock:
             was, look = instance.epoch, instance.asked()
             answers = {path: await self._get(instance, path) for path in instance.adapter.looks}
@@ -305,7 +316,7 @@ class Probe:
     async def _get(self, instance: Instance, path: str) -> bytes:
         status, body = await instance.client.get(path, timeout_s=self._timeout_s)
         if status in (401, 403):
-            raise UnlikeItsKind(f"{path} is HTTP {status}: the key that --engine-api-key gives it is missing or wrong")
+            raise KeyRefused(f"{path} is HTTP {status}: the key that --engine-api-key gives it is missing or wrong")
         if status != 200:
             raise UnlikeItsKind(f"{path} is HTTP {status}{_reason(body)}")
         return body

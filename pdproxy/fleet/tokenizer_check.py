@@ -133,6 +133,14 @@ async def _difference(instance: Instance, tokenizer: FastTokenizer) -> str | Non
     return f"its tokenizer makes another token {place} of a sample text than the proxy's"
 
 
+async def sample_ids(instance: Instance) -> list[int]:
+    """Returns the ids that the instance's tokenizer makes of `SAMPLE`.
+
+    Raises `EngineReply` where it does not tell, `MalformedReply`, `EngineUnreachable`, `EngineBroken`, `TimeoutError`.
+    """
+    return await _ids(instance, prompt=SAMPLE)
+
+
 async def _ids(instance: Instance, **fields: Any) -> list[int]:
     _, ids = read_tokens(await _tokenize(instance, fields), with_ids=True)
     assert ids is not None

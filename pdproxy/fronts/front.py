@@ -54,7 +54,6 @@ from pdproxy.kv_signals.board import KvBoard
 from pdproxy.orchestrator.orchestrator import Orchestrator
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.serve import Server
-from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.app import App, Status, build_app
 from pdproxy.telemetry.figures import Figures
 from pdproxy.telemetry.log import RequestLog, configure
@@ -168,10 +167,11 @@ def assemble_front(
         descriptors=descriptors,
         memory=memory,
     )
-    metrics, recent = Metrics(sources, is_front=True), Recent()
+    keys, usage = parts.make_keys(settings, welcome.num_fronts)
+    metrics, recent = Metrics(sources, usage=usage, is_front=True), Recent()
     lag = LoopLag(metrics.loop_lagged)
-    tracing, keys = make_tracing(settings.otlp_endpoint), ApiKeys(settings.api_keys, settings.api_keys_file)
-    observer = Observers([metrics, RequestLog(), recent, tracing])
+    tracing = make_tracing(settings.otlp_endpoint)
+    observer = Observers([*parts.observers_of(keys, usage, settings), metrics, RequestLog(), recent, tracing])
     counts = TokenCounts(pool, take_ids=TAKE_IDS)
     sizer = make_sizer(settings, counts)
     orchestrator = parts.make_orchestrator(

@@ -267,6 +267,8 @@ class RequestContext:
             *more,
             (b"x-request-id", self.record.request_id.encode("latin-1")),
         ]
+        if self.record.charge is not None:
+            headers += self.record.charge.headers()
         attempt = self.record.attempt
         if attempt is not None:
             _add_attempt(headers, attempt)

@@ -330,7 +330,8 @@ class Orchestrator:
         """Serves one prompt of several. Raises the error for which it was not served."""
         body = prompts.context.record
         record = RequestRecord(body.request_id, body.endpoint, prompt=client.index, clock=self._clock)
-        record.model, record.stream, record.key_name = request.model, request.stream, body.key_name
+        record.model, record.stream = request.model, request.stream
+        record.key_name, record.charge = body.key_name, body.charge
         record.received()
         client.record = record
         context = self._context(request, client, record, prompts.turn)
@@ -368,6 +369,8 @@ class Orchestrator:
             self._pool.open_places(context.request.model)
             size = await self._sizer.size(context.request, context.client.forwarded)
         context.tokenize_s = self._clock() - started
+        if (charge := context.record.charge) is not None:
+            charge.reserve(size.tokens, is_exact=size.is_exact)
         if size.ids is not None:
             context.client.memory.charge(BYTES_PER_ID * len(size.ids))
         prompt = size

@@ -9,11 +9,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pdproxy.admission.key_limits import KeyOwner, Rates
 from pdproxy.errors import ConfigError, Unauthorized
+from pdproxy.orchestrator.context import Headers
 from transfer.errors import TransferError
 from transfer.trust import read_secrets
 
@@ -25,13 +27,16 @@ LOOK_EVERY_S = 1.0
 
 _NAMED = re.compile(r"(\S+)\s+name=(.*)")
 _NAME = re.compile(r"[A-Za-z0-9._@:/+-]{1,64}")
+_RATE = re.compile(r"[1-9][0-9]{0,14}")
 
 
 class _Key(NamedTuple):
-    """A key that counts: its digest, and the name by which the log tells of it, if it has one."""
+    """A key that counts: its digest, and the name by which the log tells of it, if it has one, with the limits that
+    its line gives to that name."""
 
     digest: bytes
     name: str | None = None
+    rates: Rates = Rates()
 
 
 class ApiKeys:
@@ -40,16 +45,30 @@ class ApiKeys:
     Without any key and without a file, everybody may ask. With a file that has become empty, and no key from elsewhere,
     nobody may. A file that cannot be read any more, or that others can write to, is told of in the log, and the keys it
     last had go on counting. Raises `ConfigError` where the file is such, or has no keys, at the start.
+
+    This process enforces one of `num_parts` equal parts of the limits that the file gives to names. With `names_all`
+    each request has an owner, though nobody may have to show a key.
     """
 
     def __init__(
-        self, keys: Iterable[str], file: Path | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        keys: Iterable[str],
+        file: Path | None = None,
+        *,
+        num_parts: int = 1,
+        names_all: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fixed = [_Key(_digest(key.encode())) for key in keys]
         self._file = file
         self._clock = clock
-        # State: the file's keys, which version of it they are from, and when it is looked at next.
+        self._num_parts = num_parts
+        self._nobody = KeyOwner(None, clock=clock) if names_all else None
+        # State: the file's keys, which version of it they are from, and when it is looked at next; who has the keys of
+        # each name, with what is left of its limits. A name that has gone from the file keeps its owner, for requests
+        # under way.
         self._from_file: list[_Key] = []
+        self._owners: dict[str, KeyOwner] = {}
         self._version: tuple[int, ...] | None = None
         self._look_at = clock() + LOOK_EVERY_S
         if file is not None:
@@ -59,6 +78,22 @@ class ApiKeys:
     def is_open(self) -> bool:
         """Tells whether no key is asked for."""
         return not self._fixed and self._file is None
+
+    @property
+    def may_have_names(self) -> bool:
+        """Tells whether keys may have names, now or once the file has changed."""
+        return self._file is not None
+
+    def owner(self, headers: Mapping[str, str]) -> KeyOwner | None:
+        """Returns who has the key that the headers (names in lower case) show; None where that has no name and nobody
+        asks. Raises `Unauthorized` where they show none of the keys."""
+        name = self.check(headers)
+        return self._nobody if name is None else self._owners[name]
+
+    def limit_headers(self, name: str | None) -> Headers:
+        """Returns the headers that tell of the limits of a name."""
+        owner = None if name is None else self._owners.get(name)
+        return [] if owner is None else owner.headers()
 
     def check(self, headers: Mapping[str, str]) -> str | None:
         """Returns the name of the key that the headers (names in lower case) show, if it has one. Raises `Unauthorized`
@@ -91,7 +126,7 @@ class ApiKeys:
         try:
             version = _version(self._file)
             if version != self._version:
-                self._from_file = _read(self._file)
+                self._take_in(_read(self._file))
                 log.info("api_keys_file: %s was read again: %d keys", self._file, len(self._from_file))
         except (OSError, UnicodeDecodeError, TransferError) as error:
             version = ()
@@ -99,10 +134,24 @@ class ApiKeys:
                 log.warning("api_keys_file: %s cannot be used, its last keys go on counting: %s", self._file, error)
         self._version = version
 
+    def _take_in(self, keys: list[_Key]) -> None:
+        """Takes the file's keys, and the limits of their names. Raises `TransferError`, and changes nothing, where the
+        lines of one name differ."""
+        rates: dict[str, Rates] = {}
+        for key in keys:
+            if key.name is not None:
+                rates[key.name] = _joined(key.name, rates.get(key.name, Rates()), key.rates)
+        self._from_file = keys
+        for name, limits in rates.items():
+            if name in self._owners:
+                self._owners[name].limit(limits)
+            else:
+                self._owners[name] = KeyOwner(name, limits, num_parts=self._num_parts, clock=self._clock)
+
     def _read_first(self, file: Path) -> None:
         try:
             self._version = _version(file)
-            self._from_file = _read(file)
+            self._take_in(_read(file))
         except OSError as error:
             raise ConfigError(f"api_keys_file: {file} cannot be read: {error.strerror}") from None
         except TransferError as error:
@@ -124,7 +173,8 @@ def _version(file: Path) -> tuple[int, ...]:
 
 def _read(file: Path) -> list[_Key]:
     """Returns the file's keys. It has one key per line; empty lines and those that begin with ``#`` have none. A line
-    ``KEY name=NAME`` gives the key a name. Raises `TransferError` for a name that does not fit into a log line."""
+    ``KEY name=NAME`` gives the key a name, and ``rpm=N`` and ``tpm=N`` behind it limit the requests and tokens per
+    minute of that name. Raises `TransferError` for a name that does not fit into a log line, and for no limit."""
     lines = ((number, line.strip()) for number, line in enumerate(read_secrets(file).splitlines(), 1))
     return [_key(line, f"{file}, line {number}") for number, line in lines if line and not line.startswith("#")]
 
@@ -133,9 +183,31 @@ def _key(line: str, where: str) -> _Key:
     named = _NAMED.fullmatch(line)
     if named is None:
         return _Key(_digest(line.encode()))
-    if _NAME.fullmatch(named[2]) is None:
+    name, *limits = named[2].split() or [""]
+    if _NAME.fullmatch(name) is None or not all("=" in word for word in limits):
         raise TransferError(f"{where}: a key's name has 1 to 64 letters, digits and characters of ._@:/+-")
-    return _Key(_digest(named[1].encode()), named[2])
+    return _Key(_digest(named[1].encode()), name, _rates(limits, where))
+
+
+def _rates(words: Sequence[str], where: str) -> Rates:
+    """Returns the limits that the words behind a name give. Raises `TransferError`."""
+    given: dict[str, int] = {}
+    for word in words:
+        kind, _, number = word.partition("=")
+        if kind not in ("rpm", "tpm") or _RATE.fullmatch(number) is None or kind in given:
+            raise TransferError(f"{where}: behind a key's name come rpm=N and tpm=N, each once, with N above 0")
+        given[kind] = int(number)
+    return Rates(given.get("rpm"), given.get("tpm"))
+
+
+def _joined(name: str, one: Rates, other: Rates) -> Rates:
+    """Returns the limits that two lines give to one name. Raises `TransferError` where they differ."""
+    for ours, theirs in zip(one, other, strict=True):
+        if ours is not None and theirs is not None and ours != theirs:
+            raise TransferError(f"the lines with name={name} give unlike limits; give them in one of the lines")
+    requests = other.requests_per_min if one.requests_per_min is None else one.requests_per_min
+    tokens = other.tokens_per_min if one.tokens_per_min is None else one.tokens_per_min
+    return Rates(requests, tokens)
 
 
 def _digest(key: bytes) -> bytes:

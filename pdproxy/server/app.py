@@ -54,6 +54,7 @@ _READABLE = (
     "x-pdproxy-kv",
     "server-timing",
     "retry-after",
+    *(f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
 )
 """Response headers that a page from elsewhere may read."""
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from pdproxy.aio.deadline import Deadline
-from pdproxy.errors import BodyTooLarge, BodyTooSlow, MemoryBudgetSpent, ProxyError, Unauthorized
+from pdproxy.errors import BodyTooLarge, BodyTooSlow, MemoryBudgetSpent, ProxyError, RateLimited, Unauthorized
 from pdproxy.openai.apis import parser_of
 from pdproxy.openai.dialect import dialect_of
 from pdproxy.openai.priority import PriorityLimits
@@ -111,9 +111,12 @@ class GenerationRoute:
         return record, forwarded
 
     def check(self, record: RequestRecord, headers: Mapping[str, str], memory: MemoryShare) -> None:
-        """Takes the memory for a body whose length is known, and notes whose key was shown. Raises the `ProxyError`
-        that makes it needless to read the body."""
-        record.key_name = self._keys.check(headers)
+        """Takes the memory for a body whose length is known, and charges a request to whoever has the key that was
+        shown. Raises the `ProxyError` that makes it needless to read the body."""
+        owner = self._keys.owner(headers)
+        if owner is not None:
+            record.key_name = owner.name
+            record.charge = owner.begin()
         length = headers.get("content-length")
         if length is not None and length.isdecimal():
             error = self.objection(int(length), memory)
@@ -150,6 +153,10 @@ class GenerationRoute:
         record.end(outcome_of(error))
         self._observer.request_finished(record)
         headers = [(b"content-type", JSON), (b"x-request-id", record.request_id.encode("latin-1"))]
+        if isinstance(error, RateLimited):
+            headers += self._keys.limit_headers(record.key_name)
+        elif record.charge is not None:
+            headers += record.charge.headers()
         if isinstance(error, Unauthorized):
             headers.append(CHALLENGE)
         await client.answer(

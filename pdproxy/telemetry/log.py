@@ -47,7 +47,8 @@ class Facts:
     Seconds become milliseconds. `facts` must not change any more.
     """
 
-    __slots__ = ("_facts",)
+    title = "request"
+    """The message of the line in JSON."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._facts = facts
@@ -107,7 +108,7 @@ class JsonFormatter(logging.Formatter):
         written = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         told: dict[str, Any] = {"time": written, "level": record.levelname.lower(), "logger": record.name}
         if isinstance(record.msg, Facts):
-            told |= {"message": "request", **record.msg.members}
+            told |= {"message": record.msg.title, **record.msg.members}
         else:
             told["message"] = record.getMessage()
             if current := request_id.current.get():

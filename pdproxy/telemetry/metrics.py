@@ -25,6 +25,7 @@ from pdproxy.kv_signals.board import KvBoard
 from pdproxy.telemetry.attempt_record import AttemptRecord
 from pdproxy.telemetry.figures import Elsewhere, added
 from pdproxy.telemetry.fleet import FleetMetrics
+from pdproxy.telemetry.key_usage import KeyUsage
 from pdproxy.telemetry.log import num_dropped
 from pdproxy.telemetry.model_metrics import ModelMetrics
 from pdproxy.telemetry.record import RequestRecord
@@ -59,7 +60,14 @@ class Metrics:
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, sources: Sources, *, elsewhere: Elsewhere | None = None, is_front: bool = False) -> None:
+    def __init__(
+        self,
+        sources: Sources,
+        *,
+        usage: KeyUsage | None = None,
+        elsewhere: Elsewhere | None = None,
+        is_front: bool = False,
+    ) -> None:
         """Takes the figures of the proxy's other processes, where there are any. `is_front` leaves out what the leader
         tells: of the fleet, and of the process."""
         self._elsewhere = elsewhere or Elsewhere()
@@ -98,6 +106,7 @@ class Metrics:
         registry.register(_Signals(sources))
         registry.register(_Log())
         self._of_models.register(registry)
+        (usage or KeyUsage()).register(registry)
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
         self._legs.add((leg, instance, outcome))

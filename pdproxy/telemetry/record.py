@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+from pdproxy.admission.key_limits import Charge
 from pdproxy.openai.token_count import TokenCount
 from pdproxy.telemetry.attempt_record import AttemptRecord
 
@@ -59,6 +60,7 @@ class RequestRecord:
         "_ended",
         "_received",
         "_started_at",
+        "charge",
         "endpoint",
         "error",
         "is_counted",
@@ -93,6 +95,8 @@ class RequestRecord:
         # State: filled in as it becomes known.
         self.key_name: str | None = None
         """The name of the client's API key, where it has one."""
+        self.charge: Charge | None = None
+        """The charge of the client's key; None where nobody asks for it."""
         self.model: str | None = None
         self.stream = False
         self.reason = ""

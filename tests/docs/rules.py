@@ -24,6 +24,7 @@ LISTED = {
     r"(\./)?scripts/check_gpu\b.*": "needs a GPU; tests/scripts/test_check_gpu.py runs it without one",
     r"(\./)?scripts/test_vllm": "needs vLLM, which takes 4 GB",
     r"(\./)?examples/1p1d/run\.sh( --once)?": "tests/e2e/test_demo.py runs it",
+    r"pdproxy (check|status)\b.*": "asks engines, or a proxy, that run; tests/pdproxy/inspection does it",
     r"vllm serve .*": "needs vLLM, on GPUs",
     r"python -m sglang\.launch_server .*": "needs SGLang, on GPUs",
     r"(docker|podman) .*": "needs an engine for containers; tests/examples/test_container.py has what they would run",

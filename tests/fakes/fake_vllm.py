@@ -54,6 +54,8 @@ class FakeVllm(ScriptedEngine):
         self.version = "0.32.0"
         self.tells_start = True
         """Of its process; with several API servers vLLM does not."""
+        self.tells_cache = True
+        """Of its KV cache; with --disable-log-stats vLLM does not."""
         self.num_cached_tokens = 0
 
     # ── what it says of itself ──────────────────────────────────────────────────────────────────────────────────────
@@ -71,11 +73,13 @@ class FakeVllm(ScriptedEngine):
         if seen.path in LOOKS:  # those of other kinds
             return error_reply(404, "there is no such path")
         assert seen.path == "/v1/models"
-        card = {"id": self.model, "object": "model", "root": f"/{self.model}", "parent": None}
+        card = {"id": self.model, "object": "model", "root": f"/{self.model}", "parent": None, "owned_by": "vllm"}
         return json_reply({"object": "list", "data": [card | {"max_model_len": self.max_model_len}]})
 
     def _metrics(self) -> str:
         config = f'block_size="{self.chunk_size}",cache_dtype="auto",engine="%s",num_gpu_blocks="{self.num_pages + 1}"'
+        if not self.tells_cache:
+            return f"process_start_time_seconds {self.epoch}\n"
         lines = [f"vllm:cache_config_info{{{config % rank}}} 1.0" for rank in (0, 1)]
         lines += [
             f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {self.num_occupied / self.num_pages}' for rank in (0, 1)

@@ -9,6 +9,7 @@ connection and that was found out before the request was on it.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import monotonic
@@ -124,7 +125,8 @@ class HttpxLeg:
 
 class HttpxClient:
     """Implements `base.EngineClient` for the instance at `url`, which gets `api_key` with every call. Other places,
-    which `get` may be given, never get it: they have not asked for it.
+    which `get` may be given, never get it: they have not asked for it. `tls` says whose certificates are trusted;
+    default: those of certifi.
 
     Mutable state: httpx's; the tasks that close legs, and connections that are given up; those that this closed and
     httpx lists still; how many of its connections the `descriptors` count.
@@ -136,13 +138,14 @@ class HttpxClient:
         *,
         connect_timeout_s: float,
         api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         descriptors: DescriptorBudget | None = None,
     ) -> None:
         self._descriptors = descriptors or DescriptorBudget()
         self._timeout = httpx.Timeout(None, connect=connect_timeout_s)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S)
-        transport = transport or httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
+        transport = transport or httpx.AsyncHTTPTransport(verify=tls or True, limits=limits, trust_env=False)
         self._pool: httpcore.AsyncConnectionPool | None = getattr(transport, "_pool", None)
         self._http = httpx.AsyncClient(
             base_url=url,

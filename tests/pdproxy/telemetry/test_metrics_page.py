@@ -43,21 +43,24 @@ def exposed(page: str) -> dict[str, tuple[str, frozenset[str]]]:
     return {name: (kind, frozenset(labels[name] - {"le"})) for name, kind in kinds.items()}
 
 
-async def exercise(house: Harness) -> None:
+async def exercise(house: Harness, headers: dict[str, str] | None = None) -> None:
     """One of everything that makes a metric appear."""
-    await house.post()
-    await house.post(n=2)
-    await house.post(max_tokens=1)
-    await house.post(prompt=3)
+    await house.post(headers=headers)
+    await house.post(headers=headers, n=2)
+    await house.post(headers=headers, max_tokens=1)
+    await house.post(headers=headers, prompt=3)
     fail_once(house.prefiller, "prefill")
-    await house.post()
-    await house.post(stream=True)
-    await house.call_raw("/tokenize", b'{"prompt": "a b"}').answer()
+    await house.post(headers=headers)
+    await house.post(headers=headers, stream=True)
+    await house.call_raw("/tokenize", b'{"prompt": "a b"}', headers).answer()
 
 
-async def test_metrics_are_those_in_the_document() -> None:
-    async with proxy_in_front_of() as house:
-        await exercise(house)
+async def test_metrics_are_those_in_the_document(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key name=shop rpm=6\n")
+    async with proxy_in_front_of(api_keys_file=keys) as house:
+        await exercise(house, {"x-api-key": "key"})
+        assert (await house.post(headers={"x-api-key": "key"})).status == 429
         page = (await house.get("/metrics")).body.decode()
     elsewhere = {"pdproxy_replica_leads", "pdproxy_store_silent_seconds"}  # those of a replica, which has a store
     assert exposed(page) == {name: told for name, told in documented().items() if name not in elsewhere}
