@@ -92,8 +92,9 @@ class Server(uvicorn.Server):
     that cannot be used.
 
     Mutable state, besides uvicorn's: `_loop`, once it runs; whether it has the process to itself; when it was first
-    asked to end, and when it ends by that, on the monotonic clock (infinite while nobody has asked); until when it
-    waits for clients without a request, once it is retired; until when no client is looked for that could be given up.
+    asked to end, and when it ends by that, on the monotonic clock (infinite while nobody has asked); whether it ends
+    because of a failure; until when it waits for clients without a request, once it is retired; until when no client is
+    looked for that could be given up.
     """
 
     def __init__(self, proxy: Program) -> None:
@@ -126,16 +127,20 @@ class Server(uvicorn.Server):
         self._is_alone = False
         self._asked_at = math.inf
         self._ends_at = math.inf
+        self._has_failed = False
         self._patient_until: float | None = None
         self._no_spare_until = 0.0
         proxy.descriptors.give_up_client = self._give_up_client
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Runs the server in a process that does nothing else: its memory is tuned for it, and it may have as many
-        descriptors as the system allows."""
+        descriptors as the system allows. Raises `SystemExit` with status 1 where something failed that runs behind
+        requests."""
         raise_limit()
         self._is_alone = True
         super().run(sockets)
+        if self._has_failed:
+            raise SystemExit(1)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves until the end. Raises `ConfigError` where a port is taken, before anything is started."""
@@ -264,8 +269,12 @@ class Server(uvicorn.Server):
         return not (is_patient and self.server_state.connections)
 
     async def on_tick(self, counter: int) -> bool:
-        """Looks, ten times a second, whether it is time to shut down."""
+        """Looks, ten times a second, whether it is time to shut down. It is where nothing runs behind requests any
+        more: a proxy that looks at no engine, or follows no leader, would serve worse and worse and for ever."""
         now = time.monotonic()
+        if self.lifespan.error_occurred and not self._has_failed:
+            log.critical("what runs behind requests has failed, see above: this process ends, to be started again")
+            self._has_failed = self.should_exit = True
         if now >= self._ends_at or self._is_left(now):
             self.should_exit = True
         return await super().on_tick(counter)

@@ -307,7 +307,9 @@ class EtcdStore:
             answer = await self._client.post(
                 f"{self._endpoints[self._at]}/v3/{path}", content=msgspec.json.encode(content), headers=headers
             )
-        except (httpx.HTTPError, OSError) as error:
+        except StoreUnavailable:
+            raise
+        except Exception as error:  # httpx passes on what an event loop says of a connection that was closed just then
             raise _FailedError(str(error) or type(error).__name__, can_repeat=True) from None
         if answer.status_code != 200:
             raise _failed(answer)

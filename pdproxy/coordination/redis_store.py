@@ -10,7 +10,6 @@ lead at once is not promised across such a promotion.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from contextlib import suppress
 from typing import Any, Final
@@ -169,8 +168,11 @@ class RedisStore:
             if "WRONGTYPE" in str(error) or _FOREIGN in str(error):
                 raise foreign(self._where, self._prefix) from None
             raise unavailable(self._where, str(error)) from None
-        except (RedisError, OSError, asyncio.IncompleteReadError, ValueError) as error:
-            # redis-py passes on what its parser says of an answer that is none of Redis's.
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            # redis-py passes on what its parser says of an answer that is none of Redis's, and what an event loop says
+            # of a connection that was closed in that moment: with uvloop it is a RuntimeError.
             raise unavailable(self._where, str(error) or type(error).__name__) from None
 
 

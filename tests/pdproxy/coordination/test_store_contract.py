@@ -15,6 +15,7 @@ from typing import Literal
 import httpx
 import msgspec
 import pytest
+from anyio._backends._asyncio import SocketStream
 
 from pdproxy.coordination.factory import open_store
 from pdproxy.coordination.store import MAX_TERM, Leader, Member, Store
@@ -275,6 +276,25 @@ async def test_a_server_that_is_down_is_said_to_be_at_once(real: Place) -> None:
         with pytest.raises(StoreUnavailable, match="cannot be used"):
             await call()
         assert time.monotonic() - began < 2
+
+
+async def test_a_connection_that_closes_in_the_moment_in_which_it_is_written_to(
+    real: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With uvloop that is a RuntimeError, which no library for stores expects."""
+    store = real.open()
+
+    def closed(self: object, *data: object, **named: object) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.StreamWriter, "write", closed)
+        patch.setattr(asyncio.StreamWriter, "writelines", closed)
+        patch.setattr(SocketStream, "send", closed)
+        for call in every_call(store):
+            with pytest.raises(StoreUnavailable, match="the handler is closed"):
+                await call()
+    assert await store.look() is None
 
 
 async def test_a_server_restarted_with_its_data_goes_on(real: Place) -> None:

@@ -428,3 +428,30 @@ def test_a_port_that_is_taken(which: str) -> None:
     host = "host" if which == "port" else "proxy_host"
     assert line.startswith(f"pdproxy: {host}, {which}: cannot listen on 127.0.0.1:{port}: ")
     assert "in use" in line
+
+
+BROKEN = """
+from pdproxy.fleet.probe import Probe
+
+async def run(self):
+    raise RuntimeError("a bug that nobody expected")
+
+Probe.run = run
+from pdproxy.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_process_ends_where_what_runs_behind_requests_has_failed(tmp_path: Path, workers: str) -> None:
+    """Whoever started it starts it again; else it would serve without a look at its engines."""
+    flags = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.2:9", "--port", "0", "--workers", workers]
+    log = tmp_path / "log"
+    child = start([sys.executable, "-c", BROKEN, "serve", "--drain-grace-s", "0", *flags], log)
+    try:
+        assert await asyncio.to_thread(child.wait, START_S) == 1
+    finally:
+        child.kill()
+    said = log.read_text()
+    assert "a bug that nobody expected" in said
+    assert "this process ends, to be started again" in said
