@@ -70,6 +70,7 @@ class NameServer:
     def __init__(self, folder: Path) -> None:
         self._hosts = folder / "hosts"
         self._hosts.write_text("")
+        self._names: set[str] = set()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
@@ -81,11 +82,13 @@ class NameServer:
 
     def set(self, **addresses: list[str]) -> None:
         """Gives the names below the zone these addresses, and no others any."""
+        expected = {**{name: [] for name in self._names}, **addresses}
+        self._names = set(addresses)
         lines = [f"{address} {name}.{self.zone}\n" for name, all_of in addresses.items() for address in all_of]
         self._hosts.write_text("".join(lines))
         if self._process is not None:
             self._process.send_signal(signal.SIGHUP)
-            self._until(lambda: all(self._holds(name, all_of) for name, all_of in addresses.items()))
+            self._until(lambda: all(self._holds(name, all_of) for name, all_of in expected.items()))
 
     def _holds(self, name: str, addresses: list[str]) -> bool:
         kind = "AAAA" if any(":" in one for one in addresses) else "A"
