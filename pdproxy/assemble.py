@@ -354,6 +354,7 @@ def make_passing(settings: Settings, pool: Pool, retries: RetryBudget, observer:
     """Returns what has one instance answer a body as it is."""
     limits = PassingLimits(
         answer_s=settings.prefill_timeout_s + settings.first_byte_timeout_s,
+        whole_s=settings.whole_timeout_s,
         idle_s=settings.idle_timeout_s,
         retries=settings.retries,
         max_answer_bytes=settings.max_answer_bytes,

@@ -62,10 +62,12 @@ _STREAM = "text/event-stream"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassingLimits:
-    """`PassingLimits` are seconds: for an answer's head and for a whole answer, and between two pieces of a stream.
-    Also the number of further attempts, and the most bytes of a whole answer and of an event."""
+    """`PassingLimits` are seconds: for a whole answer or a stream's head, for a whole answer that has to be written,
+    and between two pieces of a stream. Also the number of further attempts, and the most bytes of a whole answer and of
+    an event."""
 
     answer_s: float
+    whole_s: float
     idle_s: float
     retries: int
     max_answer_bytes: int
@@ -203,7 +205,9 @@ class Passing:
     async def _answer(self, context: RequestContext, attempt: AttemptRecord, call: _PassedCall) -> None:
         request, limits, instance = context.request, self.limits, call.instance
         headers = {**context.client.forwarded, **instance.adapter.leg_headers(context.record.request_id, attempt.id)}
-        limit = Deadline(limits.answer_s, lambda: call.time_out(f"it did not answer within {limits.answer_s:g} s"))
+        is_written = request.endpoint == RESPONSES and not request.stream
+        answer_s = limits.whole_s if is_written else limits.answer_s
+        limit = Deadline(answer_s, lambda: call.time_out(f"it did not answer within {answer_s:g} s"))
         with limit, instance.relied_on(limit, call.go_down):
             leg = await call.open(request.endpoint, _body(request, instance), headers)
             content_type = leg.header("content-type") or "application/json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from itertools import groupby
 from typing import Any
 
 import anthropic
@@ -24,7 +25,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1000), pytest.mark.asyncio
 SAID = [{"role": "user", "content": "Will it rain tomorrow, or the day after?"}]
 TALK = [*SAID, {"role": "assistant", "content": "It may."}, {"role": "user", "content": "Tell me more. " * 40}]
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
-THINKING = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1040, "stop_sequences": ["a"]}
 ANTHROPIC_TOOLS = {"tools": [{"name": "rain", "input_schema": TOOL}], "tool_choice": {"type": "none"}}
 OPENAI_TOOLS = {"tools": [{"type": "function", "name": "rain", "parameters": TOOL}], "tool_choice": "none"}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,7 +33,6 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "message, turns": (MESSAGES, {"messages": TALK}),
     "message, one token": (MESSAGES, {"messages": SAID, "max_tokens": 1}),
     "message, a tool": (MESSAGES, {"messages": SAID, **ANTHROPIC_TOOLS}),
-    "message, thinking": (MESSAGES, {"messages": SAID, **THINKING}),
     "response": (RESPONSES, {"input": "Will it rain tomorrow?"}),
     "response, turns": (RESPONSES, {"input": TALK}),
     "response, instructions": (RESPONSES, {"input": "Will it rain?", "instructions": "Be short."}),
@@ -87,6 +86,11 @@ def text(path: str, told: Any) -> Any:
     return [part["text"] for item in told["output"] for part in item["content"]], told["status"]
 
 
+def kinds(told: list[dict[str, Any]]) -> list[str]:
+    """The types of events, each run of the same as one: a busy engine puts several tokens into one event."""
+    return [kind for kind, _ in groupby(one["type"] for one in told)]
+
+
 def prompt_tokens(usage: dict[str, Any]) -> int:
     return int(usage["input_tokens"]) + int(usage.get("cache_read_input_tokens") or 0)
 
@@ -110,7 +114,7 @@ async def test_a_stream_is_that_of_a_single_engine(using: Fleet, proxy: Proxy, n
     body = body_of(path, fields, stream=True)
     expected, got = [events(await post(url, path, body)) for url in (using["single"].url, proxy.url)]
     assert text(path, got) == text(path, expected)
-    assert [one["type"] for one in got] == [one["type"] for one in expected]
+    assert kinds(got) == kinds(expected)
     last, usual = got[-1], expected[-1]
     if path == MESSAGES:
         last, usual = got[-2], expected[-2]

@@ -194,7 +194,7 @@ async def test_a_silent_instance_is_not_waited_for_until_the_end() -> None:
 
 
 async def test_what_is_counted() -> None:
-    async with proxy_in_front_of(**fleet()) as house:
+    async with proxy_in_front_of(**fleet(), by_front=False) as house:
         await post(house, "/rerank")
         await post(house, "/v2/rerank")
         page = (await house.get("/metrics")).body.decode()
