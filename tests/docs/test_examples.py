@@ -266,6 +266,7 @@ FOREIGN = {
     "--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size", "--kv-transfer-config",
     "--enforce-eager", "--enable-dbo", "--enable-sleep-mode", "--prefix-caching-hash-algo",
     "--build-arg", "--stop-timeout",
+    "--disable-log-stats", "--api-key",
     "--enable-lora", "--lora-modules", "--prompt", "--max-tokens", "--workers", "--deep",
 }  # fmt: skip
 """Of SGLang, vLLM, uvicorn, and of examples/1p1d/run.sh and scripts/check_kernel."""
