@@ -641,6 +641,7 @@ class Instance(Place):
         if not self.is_ready or self.is_draining:
             self.admission.close(self)
         elif breaker.state is _CLOSED:
+            self.on_trial.clear()  # whose legs vote in no later era
             self.admission.open(self)
         elif breaker.allows():
             if (trials := breaker.trials_left - len(self.on_trial)) > 0:

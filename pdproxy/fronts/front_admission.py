@@ -286,6 +286,7 @@ class FrontAdmission(Admission):
 
     def _claim(self, attempt: str, held: Held, now: float) -> None:
         lease, abandoned = held.lease, held.abandoned
+        held.ending = None  # what was said of it before, this leader does not take for its own
         if lease is not None and lease.is_returned:
             lease = None
         if held.owner.number == 0 or held.peer.number == 0:
@@ -422,6 +423,11 @@ class FrontAdmission(Admission):
             else:
                 held.uses_peer = False
             self._forget_if_over(attempt, held)
+
+    def part(self, attempt: str) -> None:
+        """Has what is said of the attempt's end from now on come after what was said until now."""
+        if (held := self._held.get(attempt)) is not None:
+            held.ending = None
 
     def _forget_if_over(self, attempt: str, held: Held) -> None:
         if held.is_over:

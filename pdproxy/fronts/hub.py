@@ -343,6 +343,14 @@ class Session:
                     self.handlers[type(message)](message)
                 self._forget_if_over(attempt)
 
+    def owner_gone(self, owner: Instance) -> None:
+        """Tells the front that pages are lost which it has claimed of an owner that was let go before it was heard."""
+        for name in list(self._early):
+            attempt = self._attempts.get(name)
+            if attempt is not None and attempt.grant is not None and attempt.grant.owner is owner:
+                del self._early[name]
+                self._take(attempt)
+
     def _is_early(self, message: Any) -> bool:
         """Keeps a message on pages that cannot be claimed yet. Returns whether it did."""
         if not self._early or message.attempt not in self._early:
@@ -367,7 +375,10 @@ class Session:
     def free(self, message: messages.Free) -> None:
         """Frees an attempt's pages by what the front has seen."""
         attempt = self._attempts.get(message.attempt)
-        if self._is_early(message) or attempt is None:
+        if self._is_early(message):
+            self.unbound(message)  # which does not depend on whose the pages are
+            return
+        if attempt is None:
             return
         if attempt.has_lease and not (lease := attempt.lease).is_returned:
             _advance(lease, _CUSTODIES[message.custody])
@@ -501,12 +512,6 @@ class Session:
         if not self._hub.remove(self) or not self._hub.may_grant():
             return
         self._early.clear()
-        for instance, num_legs in self._num_legs.items():
-            instance.loaded(-num_legs, 0)
-        for instance, num_tokens in self._num_tokens.items():
-            instance.loaded(0, -num_tokens)
-        for loads in (self._num_legs, self._num_tokens, self._trials):
-            loads.clear()
         attempts = list(self._attempts.values())
         waiting = [attempt for attempt in attempts if attempt.grant is None]
         for attempt in waiting:
@@ -524,6 +529,13 @@ class Session:
                 self._abandon(attempt, _FILLING, _last_way(attempt))
             for is_owner in list(attempt.bound):
                 self._unbind(attempt, is_owner)
+        # Last, because one of them that left the line may have let another one go, whose tokens were counted.
+        for instance, num_legs in self._num_legs.items():
+            instance.loaded(-num_legs, 0)
+        for instance, num_tokens in self._num_tokens.items():
+            instance.loaded(0, -num_tokens)
+        for loads in (self._num_legs, self._num_tokens, self._trials):
+            loads.clear()
 
 
 class Hub:
@@ -593,6 +605,8 @@ class Hub:
             self._has_left.discard(place)
             self._news.pop(gone, None)
             gone.on_news = lambda: None
+            for session in self._awaited.pop(gone, ()):
+                session.owner_gone(gone)
             for session in self._sessions:
                 session.forget(place)
         for instance in self.pool.instances:

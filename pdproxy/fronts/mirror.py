@@ -134,6 +134,7 @@ class MirroredInstance(Instance):
             self._load().num_sent += 1
             return self._first_era + breaker.era
         self._num_trials += 1
+        self._front.part(attempt)
         self._line.send_soon(messages.Trial(self.number, self._num_trials, attempt))
         return -self._num_trials
 
@@ -149,6 +150,7 @@ class MirroredInstance(Instance):
             self._load().num_ok += 1
         else:
             self._send(messages.LegFinished(self.number, 0, era, outcome))
+            self._told = None  # else a success of later would be heard before this
 
     def _load(self) -> messages.Load:
         """Returns the sum for the leader to which more may be added now."""
@@ -166,6 +168,7 @@ class MirroredInstance(Instance):
         if self.is_ready and self.epoch is not None:
             self._send(messages.Proven(self.number, self.epoch))
         self._told = None
+        self._first_era += _ERAS
         if self.num_legs or self.queued_tokens:
             self._send(messages.Load(self.number, _NO_ERA, self.num_legs, 0, self.queued_tokens))
 

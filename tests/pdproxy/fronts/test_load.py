@@ -13,7 +13,7 @@ from pdproxy.fleet.breaker import BreakerState
 from pdproxy.fleet.instance import Instance
 from pdproxy.fronts import messages
 from pdproxy.fronts.mirror import MirroredInstance
-from tests.fakes.fleet import Clock
+from tests.fakes.fleet import Clock, facts
 from tests.fakes.fronts import FrontEnd, LeaderEnd
 
 
@@ -214,3 +214,124 @@ async def test_sums_agree_whatever_happens(clock: Clock) -> None:
         settle(leader, front)
     assert [mirrored(front, leader.prefiller).num_legs for front in (one, two)] == [0, 0]
     assert (leader.prefiller.num_legs, leader.prefiller.queued_tokens) == (0, 0)
+
+
+# ── what one frame may not change ───────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_front_that_ends_while_one_of_its_attempts_lets_another_go_leaves_no_tokens(clock: Clock) -> None:
+    leader, other, front = LeaderEnd(clock, term=1, max_overtakes=0), FrontEnd(clock), FrontEnd(clock)
+    await asyncio.sleep(0)
+    leader.look_at_all()
+    for one in (other, front):
+        one.connect(leader, 1)
+        one.deliver()
+    for one, attempt, pages in ((other, "x", 2), (front, "large", 4), (front, "small", 2)):
+        one.ask(attempt, pages, num_tokens=10)
+        one.deliver()
+    assert leader.prefiller.queued_tokens == 10, "those of x"
+    assert front.session is not None
+    front.session.close()
+    assert (leader.prefiller.queued_tokens, leader.prefiller.num_attempts) == (10, 1)
+
+
+async def test_votes_of_one_frame_keep_their_order(clock: Clock) -> None:
+    leader, front = await connected(clock)
+    seen = mirrored(front, leader.prefiller)
+    eras = [seen.leg_started() for _ in range(9)]
+    for era, outcome in zip(eras, ["failed"] * 4 + ["ok"] + ["failed"] * 4, strict=True):
+        seen.leg_finished(era, outcome)
+    settle(leader, front)
+    assert leader.prefiller.breaker.state is BreakerState.CLOSED, "never five in a row"
+
+
+async def test_an_attempt_that_was_a_trial_is_none_once_the_breaker_has_closed(clock: Clock) -> None:
+    leader, front = await connected(clock)
+    seen = mirrored(front, leader.prefiller)
+
+    def open_breaker() -> None:
+        for era in [seen.leg_started() for _ in range(5)]:
+            seen.leg_finished(era, "failed")
+        settle(leader, front)
+        clock.advance(60.0)
+
+    open_breaker()
+    front.ask("first", 1)
+    settle(leader, front)
+    slow = seen.leg_started("first")
+    settle(leader, front)
+    clock.advance(60.0)
+    front.ask("second", 1)
+    settle(leader, front)
+    seen.leg_finished(slow, "ok")
+    settle(leader, front)
+    seen.leg_finished(seen.leg_started("second"), "ok")  # its answer goes on at the decoder
+    settle(leader, front)
+    assert leader.prefiller.on_trial == {}
+    open_breaker()
+    seen.leg_finished(seen.leg_started("another"), "not_tried")
+    settle(leader, front)
+    assert leader.prefiller.is_open
+
+
+async def test_the_end_of_a_trial_is_not_told_before_its_begin(clock: Clock) -> None:
+    leader, front = await connected(clock)
+    seen = mirrored(front, leader.decoders[0])
+    for era in [seen.leg_started() for _ in range(5)]:
+        seen.leg_finished(era, "failed")
+    settle(leader, front)
+    clock.advance(60.0)
+    for attempt in ("trial", "waits"):
+        front.ask(attempt, 0)
+        settle(leader, front)
+    mirrored(front, leader.prefiller).unbound("trial")  # it is served by the decoder alone
+    seen.leg_finished(seen.leg_started("trial"), "failed")
+    seen.unbound("trial")
+    settle(leader, front)
+    assert "trial" in front.grants
+    assert "waits" not in front.grants
+
+
+async def sent_before(clock: Clock, *, is_heard: bool) -> tuple[LeaderEnd, FrontEnd]:
+    """A second leader, and a front with an attempt that the first one granted. The second has heard of the decoder, or
+    has not."""
+    _, front = await connected(clock)
+    front.ask("a", 1)
+    front.deliver()
+    front.send_prefill("a")
+    front.deliver()
+    second = LeaderEnd(clock, term=2)
+    await asyncio.sleep(0)
+    if is_heard:
+        second.look_at_all()
+    else:
+        second.prefiller.heard(facts("prefill", epoch="p0 1"), second.prefiller.asked())
+        second.prefiller.proven()
+    front.connect(second, 2)
+    return second, front
+
+
+async def test_an_end_that_was_told_before_the_claim_is_told_again(clock: Clock) -> None:
+    second, front = await sent_before(clock, is_heard=True)
+    front.admission.free(front.lease_of("a"), Evidence.ENGINE_SAID)
+    while front.from_leader:
+        message = front.from_leader.popleft()
+        front.mirror.handlers[type(message)](message)
+    for place in (front.grants["a"].owner, front.grants["a"].peer):
+        place.unbound("a")
+    front.deliver()
+    assert second.prefiller.num_attempts == second.decoders[0].num_attempts == 0
+
+
+async def test_an_owner_that_was_never_heard_of_can_be_let_go(clock: Clock) -> None:
+    second, front = await sent_before(clock, is_heard=False)
+    front.deliver()
+    assert second.prefiller.num_attempts == 1
+    front.end("a", evidence=Evidence.ENGINE_SAID)
+    front.deliver()
+    assert second.prefiller.num_attempts == second.decoders[0].num_attempts == 0
+    second.pool.take_out("d0")
+    assert second.pool.let_go()
+    front.deliver()
+    assert front.session is not None
+    assert front.session.num_attempts == 0
