@@ -272,7 +272,7 @@ class Server(uvicorn.Server):
         """Looks, ten times a second, whether it is time to shut down. It is where nothing runs behind requests any
         more: a proxy that looks at no engine, or follows no leader, would serve worse and worse and for ever."""
         now = time.monotonic()
-        if self.lifespan.error_occurred and not self._has_failed:
+        if self.started and self.lifespan.error_occurred and not self._has_failed:
             log.critical("what runs behind requests has failed, see above: this process ends, to be started again")
             self._has_failed = self.should_exit = True
         if now >= self._ends_at or self._is_left(now):

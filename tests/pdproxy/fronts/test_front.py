@@ -203,11 +203,11 @@ async def test_a_grant_of_an_owner_that_cannot_serve_it_is_given_back_and_asked_
         asked, granted = house.admission._asked, house.admission.granted
         unfit: list[str] = []
 
-        def late(attempt: str, owner: Any, *rest: Any) -> None:
+        def late(attempt: str, owner: Any, *rest: Any) -> bool:
             if not unfit:
                 unfit.append(owner.name)
                 asked[attempt]._sizes[owner.shape] = None
-            granted(attempt, owner, *rest)
+            return granted(attempt, owner, *rest)
 
         house.admission.granted = late
         answer = await house.post()
