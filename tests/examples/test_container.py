@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from pdproxy.config.settings import Settings
-from tests.helpers import debian
+from scripts.dev.common import debian
 from tests.helpers.containerfile import ROOT, context, copied, instructions, is_ignored
 from tests.helpers.manifests import overlay, pod_of, proxy_of
 

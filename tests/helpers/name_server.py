@@ -24,7 +24,7 @@ import dns.message
 import dns.query
 import pytest
 
-from tests.helpers.debian import NotToBeHadError, cache_folder, has_apt, unpacked
+from scripts.dev.common.debian import NotToBeHadError, cache_folder, has_apt, unpacked
 from tests.helpers.store_servers import REQUIRE
 
 # Those libraries of the program that not every machine has.

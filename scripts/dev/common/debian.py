@@ -1,4 +1,4 @@
-"""Programs of Debian's packages, for tests, on machines where nobody has installed them.
+"""Programs of Debian's packages, for tests and soaks, on machines where nobody has installed them.
 
 apt fetches a package once, without root, into ``${XDG_CACHE_HOME:-~/.cache}/pdproxy/servers``. Nothing is installed.
 """
@@ -12,10 +12,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.dev.common.errors import BenchError
+
 _FETCH_S = 120
 
 
-class NotToBeHadError(Exception):
+class NotToBeHadError(BenchError):
     """There is no such program on this machine, and none could be fetched. The message says how to get it."""
 
 
