@@ -125,6 +125,16 @@ class Admission:
         """The function that is called with an orphan whose pages have come back. It must not raise."""
 
     @property
+    def told_term(self) -> int | None:
+        """The term that engines are told when they are looked at; None as long as others may claim pages.
+
+        What holds pages by an older term has claimed them then, or nobody knows of it. An engine which knows the term
+        begins nothing more of that kind. So its pages in use are all there are, and not only those that have been
+        asked for by now: a prefill leg may wait for its turn for long.
+        """
+        return self.term if self._clock() >= self.kernel.claims_until else None
+
+    @property
     def has_leader(self) -> bool:
         """Tells whether somebody admits. In the process that does it itself that is always so."""
         return True

@@ -90,7 +90,8 @@ class Kernel:
         self._max_queue = max_queue
         self._concurrent_pages = concurrent_pages
         self._is_limited = is_limited
-        self._claims_until = claims_until
+        self.claims_until = claims_until
+        """The time until which others may claim pages."""
         # State: whether nothing is granted yet, and the owners that are awaited; the places; which of them are open for
         # each model asked for and which have an account, as long as nothing about that changes; those that open by
         # themselves, and when; who waits, by model; who has been passed often enough, and the accounts that are saved
@@ -597,24 +598,24 @@ class Kernel:
         """Returns the time at which `advance` has something to do; infinite where it has nothing to do."""
         if not self._lines:
             return inf
-        settles_at = self._claims_until + SETTLE_S if self._is_settling else inf
+        settles_at = self.claims_until + SETTLE_S if self._is_settling else inf
         return min(self._shut_until.values(), default=inf) if settles_at == inf else settles_at
 
     def advance(self, now: float) -> None:
         """Opens the places whose time has come."""
         self._reopen(now)
-        if self._is_settling and now >= self._claims_until + SETTLE_S:
+        if self._is_settling and now >= self.claims_until + SETTLE_S:
             self._settle(now)
 
     def _await_looks(self, place: Place, now: float) -> None:
         """Takes note of the answer to a look, of those that are awaited before anything is granted."""
-        if now < self._claims_until:
+        if now < self.claims_until:
             return
         if self._awaited is None:
             self._awaited = {one for one in self.places if one.is_up and one.account is not None}
         if place.account is None or place.account.is_sure:
             self._awaited.discard(place)
-        if not self._awaited or now >= self._claims_until + SETTLE_S:
+        if not self._awaited or now >= self.claims_until + SETTLE_S:
             self._settle(now)
 
     def _settle(self, now: float) -> None:
@@ -683,7 +684,7 @@ class Kernel:
                     now,
                     concurrent=self._concurrent_pages,
                     is_limited=self._is_limited,
-                    sure_at=self._claims_until,
+                    sure_at=self.claims_until,
                 )
                 is_resized = True
             is_resized = place.account.heard(capacity, occupied, now, returned_before, lease_s, asked_at) or is_resized

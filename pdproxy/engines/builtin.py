@@ -81,6 +81,7 @@ class BuiltinAdapter:
             kv_lost_code="kv_transfer_failed",
             receiver_lost_code="kv_receiver_lost",
             stale_term_code="stale_term",
+            term_path=BUFFER,
             peer_ended_path=SENDER_ENDED,
         )
 

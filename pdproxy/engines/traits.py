@@ -93,6 +93,10 @@ class EngineTraits:
     Engines of such a kind are told the leader's term with each leg (``x-pdproxy-term``). None where the kind knows no
     terms.
     """
+    term_path: str | None = None
+    """The path among an engine's looks at which it is told the leader's term (``GET …?term=N``), before it says which
+    pages are in use. None where the kind knows no terms.
+    """
     peer_ended_path: str | None = None
     """The path at which a decoder is told that the process of a peer has ended (``POST {"epoch": …}``).
 

@@ -72,6 +72,8 @@ class Look:
 
     asked_at: float
     returned_before: int | None
+    term: int | None = None
+    """The term that the instance is told, if it knows terms; None for none."""
 
 
 class Reliance:
@@ -338,7 +340,8 @@ class Instance(Place):
 
     def asked(self) -> Look:
         """Begins a look at the instance. Returns its time and the pages that have come back until now."""
-        return Look(self.admission.now(), None if self.account is None else self.account.returned_total)
+        returned_before = None if self.account is None else self.account.returned_total
+        return Look(self.admission.now(), returned_before, self.admission.told_term)
 
     def heard(self, facts: EngineInfo, look: Look | None = None) -> None:
         """Takes in the answer to the `look` (one that has just begun, where none is given).

@@ -307,7 +307,11 @@ class Probe:
         """
         async with instance.look_lock:
             was, look = instance.epoch, instance.asked()
-            answers = {path: await self._get(instance, path) for path in instance.adapter.looks}
+            term, term_path = look.term, instance.adapter.traits.term_path
+            answers = {
+                path: await self._get(instance, path if term is None or path != term_path else f"{path}?term={term}")
+                for path in instance.adapter.looks
+            }
             instance.heard(_facts(instance, answers), look)
         if instance.epoch != was:
             log.info("%s: %s, epoch %s", instance.name, instance.url, instance.epoch)

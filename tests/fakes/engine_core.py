@@ -36,6 +36,7 @@ class ScriptedCore:
         self.script = script
         self.role = role
         self.num_cached_tokens = num_cached_tokens
+        self.terms: list[int] = []
         self.hang_at: int | None = None
         self.fail_at: dict[int, Exception] = {}
         self.healthy = True
@@ -63,6 +64,9 @@ class ScriptedCore:
     async def sender_ended(self, epoch: str) -> bool:
         self.ended_senders.append(epoch)
         return True
+
+    def hear_term(self, term: int) -> None:
+        self.terms.append(term)
 
     def buffer_facts(self) -> BufferFacts:
         return BufferFacts(

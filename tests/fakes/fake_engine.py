@@ -352,7 +352,10 @@ class FakeEngine(ScriptedEngine):
     async def tell(self, seen: Seen) -> FakeReply:
         if seen.path == "/health":
             return json_reply({"status": "ok"})
-        if seen.path == "/kv_buffer":
+        path, _, query = seen.path.partition("?")
+        if path == "/kv_buffer":
+            if query:
+                self.highest_term.hear(int(query.removeprefix("term=")))
             return FakeReply(200, [msgspec.json.encode(self.facts())])
         if seen.path == "/v1/models":
             return json_reply({"object": "list", "data": [{"id": self.model}]})

@@ -164,6 +164,9 @@ class EngineCore(Protocol):
         """Notes that the prefiller's process whose facts had this `epoch` has ended. Its attempts here fail, and their
         pages come back. Returns True once they are free (also where there are none)."""
 
+    def hear_term(self, term: int) -> None:
+        """Notes that there is a leader of this term. Nothing of a lower term is begun from now on."""
+
     def buffer_facts(self) -> BufferFacts: ...
 
     def fault(self) -> str | None:

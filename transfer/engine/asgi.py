@@ -8,7 +8,7 @@ it, in whatever phase it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -56,14 +56,19 @@ def read_term(scope: Scope) -> int | None:
     """Returns the term of the leader for whom a leg is sent, as its header says; None where there is no such header.
     Raises `ApiError` for one that is no term."""
     told: list[bytes] = [value for name, value in scope["headers"] if name == _TERM_HEADER]
+    return parse_term([value.decode("latin-1") for value in told], TERM_HEADER)
+
+
+def parse_term(told: Sequence[str], name: str) -> int | None:
+    """Returns the term that is `told` by the name `name`; None where none is. Raises `ApiError` for one that is no
+    term, or for several."""
     if not told:
         return None
-    digits = told[0] if len(told) == 1 else b""
+    digits = told[0] if len(told) == 1 and told[0].isascii() else ""
     # The length first: Python refuses to read thousands of digits.
     term = int(digits) if digits.isdigit() and len(digits) <= len(str(MAX_TERM)) else 0
     if not 0 < term <= MAX_TERM:
-        message = f"{TERM_HEADER} must be one whole number from 1 to {MAX_TERM}"
-        raise ApiError(message, param=TERM_HEADER)
+        raise ApiError(f"{name} must be one whole number from 1 to {MAX_TERM}", param=name)
     return term
 
 

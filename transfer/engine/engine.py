@@ -252,6 +252,10 @@ class Engine:
         answers = [self._receiver.sender_ended(name) for name in (epoch, sender_epoch(epoch))]
         return all(answers)
 
+    def hear_term(self, term: int) -> None:
+        """Notes that there is a leader of this term. See `EngineCore.hear_term`."""
+        self._highest_term.hear(term)
+
     def buffer_facts(self) -> wire.BufferFacts:
         """Returns the facts for the proxy. Pages are the same on every rank; wrong tags are added up. See
         `EngineCore.buffer_facts`."""

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from transfer.descriptors import Acceptor, Descriptors, uvicorn_connections
 from transfer.engine.api import EngineCore
 from transfer.engine.api_error import ApiError, from_core, out_of_descriptors, refuse_if
-from transfer.engine.asgi import ClientGoneError, decode, read_body
+from transfer.engine.asgi import ClientGoneError, decode, parse_term, read_body
 from transfer.engine.generation import GenerationEndpoint
 from transfer.engine.prompts import ConversationBody, Prompt, PromptEncoder, conversation_of
 from transfer.errors import TransferError
@@ -138,7 +138,10 @@ def _add_model_routes(app: FastAPI, core: EngineCore, prompts: PromptEncoder, bo
 
 def _add_transfer_routes(app: FastAPI, core: EngineCore, bodies: Bodies) -> None:
     @app.get("/kv_buffer")
-    async def kv_buffer() -> Response:
+    async def kv_buffer(request: Request) -> Response:
+        term = parse_term(request.query_params.getlist("term"), "term")
+        if term is not None:
+            core.hear_term(term)  # first: what is in use is told without anything older that might still begin
         await core.refresh()
         return _json(core.buffer_facts())
 

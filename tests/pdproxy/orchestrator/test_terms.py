@@ -132,6 +132,24 @@ async def test_a_refused_request_asks_for_its_turn_again(leg: str, stream: bool)
         check_nobody_is_blamed(house)
 
 
+async def test_engines_hear_of_a_leader_when_it_looks_at_them() -> None:
+    """What they say is in use is all there is then: nothing older begins any more, however late its leg comes."""
+    async with proxy_in_front_of() as house:
+        assert house.decoder.highest_term.value is None
+        house.admission.term = 7
+        await house.proxy.probe.ask(next(one for one in house.proxy.pool.instances if one.role == "decode"))
+        assert house.decoder.highest_term.value == 7
+
+
+async def test_engines_are_told_no_term_while_pages_may_be_claimed() -> None:
+    """A leg of the leader before may still be on its way, for a front that is about to claim its pages."""
+    async with proxy_in_front_of() as house:
+        house.admission.term = 7
+        house.admission.kernel.claims_until = house.admission.now() + 60
+        await house.proxy.probe.ask(next(one for one in house.proxy.pool.instances if one.role == "decode"))
+        assert house.decoder.highest_term.value is None
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_a_proxy_that_leads_no_more_says_503_when_its_retries_are_used_up(leg: str) -> None:
     async with proxy_in_front_of(retries=2) as house:

@@ -124,6 +124,24 @@ async def new_legs(new_pair: Callable[..., Any], tmp_path: Path) -> AsyncIterato
         yield make
 
 
+async def test_a_look_that_tells_a_term_keeps_out_what_is_older(new_legs: Callable[..., Any]) -> None:
+    """A leg that waited at its prefiller comes after the answer to the look, and finds nothing that it may take."""
+    legs = await new_legs()
+    facts = (await legs.decoder.get("/kv_buffer?term=8")).json()
+    assert (facts["term"], facts["num_reserved"]) == (8, 0)
+    check_stale(await legs.prefill(7), 7, 8)
+    legs.check_nothing_begun()
+    legs.check_answer(await legs.decode(await legs.prefill(8), 8))
+
+
+@pytest.mark.parametrize("query", ["term=0", "term=-1", "term=x", "term=", "term=1&term=2", f"term={'9' * 5000}"])
+async def test_a_look_with_what_is_no_term_is_refused(new_legs: Callable[..., Any], query: str) -> None:
+    legs = await new_legs()
+    answer = await legs.decoder.get(f"/kv_buffer?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "term")
+    assert await legs.terms() == [None, None]
+
+
 async def test_a_decoder_reserves_nothing_for_a_prefiller_that_has_heard_less(new_legs: Callable[..., Any]) -> None:
     """The prefiller learns of the later leader by the decoder's refusal, which comes to it from its data plane's own
     process."""

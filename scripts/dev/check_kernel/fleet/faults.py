@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pdproxy.admission.account import Account
+from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Custody
 from pdproxy.fronts import messages
 from pdproxy.fronts.front_admission import FrontAdmission, Held
@@ -27,10 +28,12 @@ LOST = replace(
     prelude="ask a 2,ask b 2,settle,send a1,arrive a1,ready a1,send b1,arrive b1,settle,die b,forget,elect,follow a,"
     "settle,glance 2 d0,tick,settle,tick,settle,tick,settle",
 )
-HELD = replace(PLAN, prelude="ask b 2,settle,forget,elect,follow a,ask a 2,settle,tick,settle,tick", num_faults=0)
+UNTOLD = replace(PLAN, knows_terms=False)
+HELD = replace(UNTOLD, prelude="ask b 2,settle,forget,elect,follow a,ask a 2,settle,tick,settle,tick", num_faults=0)
 LOOKED = replace(HELD, prelude=HELD.prelude + ",look 2 d0,told 2 d0,send b1")
 HEARD_LATE = replace(HELD, prelude="ask b 2,settle,forget,elect,follow a,ask a 2,settle,tick,up 1,tick")
 LATE = replace(PLAN, prelude="ask b 2,settle,stop b,forget,elect,follow a,ask a 2,settle")
+SENT = replace(PLAN, prelude="ask b 2,settle,send b1,settle,stop b,forget,elect,follow a,ask a 2,settle")
 ORPHAN = replace(PLAN, prelude="ask a 2,settle,send a1,arrive a1")
 
 
@@ -233,6 +236,7 @@ FAULTS = (
     Fault("a front does not look at its clock", HELD, ((Front, "is_held", property(_always)),), seed=29),
     Fault("a lease runs from the answer", HEARD_LATE, (_of(Front, "answered", _lease_from_answer),), seed=18),
     Fault("what was granted before is sent for", LATE, ((FrontAdmission, "begin", _begin_keeps_grants),), seed=15),
+    Fault("engines are told no term when they are looked at", SENT, ((Admission, "told_term", None),)),
     Fault("a front is taken for gone too soon", ORPHAN, ((world, "MAX_SILENT", 0),)),
     Fault("abandoned attempts are not claimed", ORPHAN, (_of(FrontAdmission, "_claim", _claims_none_abandoned),)),
     Fault("abandoned attempts are claimed as live", ORPHAN, (_of(FrontAdmission, "_claim", _claims_live),), seed=6),

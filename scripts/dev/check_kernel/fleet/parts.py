@@ -45,11 +45,13 @@ from pdproxy.orchestrator.reaper import Reaper
 
 TTL_S = 4.0
 STEP_S = TTL_S / 2
-LEASE_S = 20.0
+LEASE_S = 30.0
 """The seconds after which an engine drops by itself, as its adapter says, what nobody has asked for."""
-KEPT_S = LEASE_S - STEP_S
-"""The seconds after which it really does so. Its time begins when a leg arrives, which may be a step after the leg was
-sent."""
+QUEUED_S = 12.0
+"""The longest time in seconds that a prefill leg waits for its turn at the prefiller, before it makes itself known at
+the decoder: longer than a change of leader takes."""
+KEPT_S = LEASE_S - QUEUED_S - STEP_S
+"""The seconds after which an engine really drops what it keeps. Its time begins when a leg arrives."""
 PATIENCE_S = 3 * TTL_S
 MAX_SILENT = 2
 """The number of ticks in a row without a sign of a front beyond which a leader takes it for gone."""
@@ -126,13 +128,26 @@ class Overflow(Exception):
 
 @dataclass
 class Engine:
-    """An `Engine` is a decoder. Mutable state: its process, what that one keeps for whom, and whom it will refuse."""
+    """An `Engine` is a decoder. Mutable state: its process, what that one keeps for whom, whom it will refuse, and the
+    highest term that it has heard of."""
 
     name: str
     capacity: int
+    knows_terms: bool = True
     epoch: int = 1
     kept: dict[str, Kept] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
+    highest_term: int = 0
+
+    def hears(self, term: int | None) -> None:
+        """Refuses from now on what is of a lower term."""
+        if self.knows_terms:
+            self.highest_term = max(self.highest_term, term or 0)
+
+    def would_take(self, leg: Leg) -> bool:
+        """Tells whether it makes room for what the leg brings."""
+        is_its = leg.process == self.process and leg.attempt not in self.dropped
+        return is_its and leg.term >= self.highest_term
 
     @property
     def process(self) -> str:
@@ -144,8 +159,9 @@ class Engine:
 
     def takes(self, leg: Leg, now: float) -> None:
         """Makes room for what a prefill leg brings. Raises `Overflow`."""
-        if leg.process != self.process or leg.attempt in self.dropped:
+        if not self.would_take(leg):
             return
+        self.hears(leg.term)
         if self.occupied + leg.pages > self.capacity:
             raise Overflow(
                 f"{self.name} has {self.capacity} pages, keeps {self.occupied}, and {leg.attempt} brings {leg.pages}"
@@ -174,13 +190,14 @@ class Engine:
 
 @dataclass
 class Leg:
-    """A `Leg` is a prefill leg on its way. It arrives before the second step after it was sent, or never."""
+    """A `Leg` is a prefill leg on its way. It arrives some time until `QUEUED_S` after it was sent, or never."""
 
     attempt: str
     engine: Engine
     process: str
     pages: int
     sent_at: float
+    term: int
 
 
 # ── the two ends ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -218,6 +235,7 @@ class Leader:
         self.looks: dict[str, tuple[Look, EngineInfo | None]] = {}
         self.errands: list[Job] = []
         self.admission = Admission(Kernel(_router(), claims_until=claims_until), clock=loop)
+        self.admission.term = term
         self.pool = Pool(self.admission)
         self.reaper = Reaper(self.admission, call_timeout_s=1.0, look=_look)
         self.reaper._tasks = cast(Any, _AtOnce())

@@ -6,6 +6,7 @@ from scripts.dev.check_kernel.fleet.world import Plan
 
 PLANS = (
     Plan("fleet: one decoder"),
+    Plan("fleet: a decoder that knows no terms", knows_terms=False),
     Plan("fleet: two decoders, sizes", capacities=(3, 2), asks=(1, 2)),
     Plan("fleet: a store that forgets nothing", capacities=(3,), asks=(1, 2), is_forgetful=False, num_faults=6),
     Plan(

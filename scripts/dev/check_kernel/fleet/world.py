@@ -12,6 +12,7 @@ from pdproxy.admission.custody import Custody, Evidence
 from pdproxy.fronts import messages
 from scripts.dev.check_kernel.fleet.parts import (
     MAX_SILENT,
+    QUEUED_S,
     STEP_S,
     TTL_S,
     Attempt,
@@ -36,7 +37,8 @@ CALM_STEPS = 40
 class Plan:
     """A `Plan` describes a fleet: the pages of each decoder; the pages that may be asked for; how many leaders there
     are in turn, and how often something fails that need not. `is_forgetful`: the store may lose what it knows.
-    `prelude`: what has happened before anything else."""
+    `knows_terms`: decoders keep out leaders that were replaced; where they do not, no leg is so late that another may
+    lead. `prelude`: what has happened before anything else."""
 
     name: str
     capacities: tuple[int, ...] = (2,)
@@ -46,6 +48,7 @@ class Plan:
     num_terms: int = 3
     num_faults: int = 4
     is_forgetful: bool = True
+    knows_terms: bool = True
     ways: tuple[str, ...] = ("errand", "lease")
     without: frozenset[str] = frozenset()
     window_s: float = 2 * TTL_S
@@ -71,7 +74,10 @@ class World:
         self.plan = plan
         self.loop = loop
         self.faults_left = plan.num_faults
-        self.engines = {f"d{number}": Engine(f"d{number}", size) for number, size in enumerate(plan.capacities)}
+        self.engines = {
+            f"d{number}": Engine(f"d{number}", size, plan.knows_terms) for number, size in enumerate(plan.capacities)
+        }
+        self.queued_s = QUEUED_S if plan.knows_terms else STEP_S
         self.legs: dict[str, Leg] = {}
         self.leaders: list[Leader] = []
         self.links: list[Link] = []
@@ -245,7 +251,7 @@ class World:
         process = attempt.grant.owner_incarnation or ""
         if front.sends(attempt):
             process = process if "-" not in process else process.split("-", 1)[1]
-            self.legs[who] = Leg(who, engine, process, attempt.pages, self.loop.now)
+            self.legs[who] = Leg(who, engine, process, attempt.pages, self.loop.now, front.term)
 
     def do_refused(self, who: str, how: str) -> None:
         """The leg reaches nobody, and the front hears of that."""
@@ -342,6 +348,7 @@ class World:
         engine = self.engines[who]
         engine.epoch += 1
         engine.kept.clear()
+        engine.highest_term = 0
 
     # leaders
 
@@ -365,7 +372,9 @@ class World:
 
     def do_told(self, who: str, how: str) -> None:
         leader, engine = self._leader(who), self.engines[how]
-        leader.looks[how] = (leader.looks[how][0], engine.facts(engine.occupied))
+        look = leader.looks[how][0]
+        engine.hears(look.term)
+        leader.looks[how] = (look, engine.facts(engine.occupied))
 
     def do_heard(self, who: str, how: str) -> None:
         self._leader(who).hears(how)
@@ -408,7 +417,7 @@ class World:
         self.leaders.append(Leader(self.loop, list(self.engines.values()), term, window))
 
     def do_tick(self, who: str, how: str) -> None:
-        for leg in [leg for leg in self.legs.values() if self.loop.now > leg.sent_at]:
+        for leg in [leg for leg in self.legs.values() if self.loop.now >= leg.sent_at + self.queued_s]:
             self.do_arrive(leg.attempt, "")
         self.loop.now += STEP_S
         now = self.loop.now
@@ -449,11 +458,7 @@ class World:
                 account, engine = instance.account, self.engines[name]
                 if account is None or not account.is_sure or instance.incarnation != engine.process:
                     continue
-                coming = [
-                    leg.pages
-                    for leg in self.legs.values()
-                    if leg.engine is engine and leg.process == engine.process and leg.attempt not in engine.dropped
-                ]
+                coming = [leg.pages for leg in self.legs.values() if leg.engine is engine and engine.would_take(leg)]
                 used = engine.occupied + sum(coming)
                 if used > account.held + account.foreign:
                     raise Violation(
@@ -512,6 +517,8 @@ class World:
                 while one.errands and one.acts:
                     self.do_errand(str(one.term), "0")
             self.settle()
+        for name in list(self.legs):
+            self.do_arrive(name, "")
         for front in self.fronts.values():
             for attempt in list(front.attempts.values()):
                 self._goes_on(attempt)
