@@ -51,9 +51,14 @@ class BoundedConnection(HttpToolsProtocol):
         self._begin_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a line of the head. Trailers are dropped: nobody wants them, and they have no limit of their own."""
-        if not self._is_past_head:
-            super().on_header(name, value)
+        """Takes a line of the head, as uvicorn does. Trailers are dropped: nobody wants them, and they have no limit of
+        their own."""
+        if self._is_past_head:
+            return
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._end_head()

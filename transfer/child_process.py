@@ -8,15 +8,44 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 LENGTH_BYTES = 4
 """The size, in bytes, of the length that goes before each message."""
+ROOT = str(Path(__file__).resolve().parents[1])
+"""The folder that this package lies in."""
 PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
+
+
+def start(module: str, inherited: Sequence[int] = ()) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts ``python -m MODULE DESCRIPTOR``, which also has the descriptors `inherited`. Returns the process, and the
+    other end of its socket `DESCRIPTOR`. Raises `OSError` where it cannot be started."""
+    # The package's own folder comes first, not the engine's: a file there may have the name of a library.
+    path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+                pass_fds=[theirs.fileno(), *inherited],
+                process_group=0,  # only this process follows a Ctrl-C
+            )
+        except OSError:
+            ours.close()
+            raise
+    return process, ours
 
 
 def end_with_parent() -> None:

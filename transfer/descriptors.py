@@ -97,7 +97,7 @@ class Descriptors:
     @property
     def is_tight(self) -> bool:
         """True where only the reserve is left."""
-        return self.num_free <= RESERVE
+        return self.limit - self.num_others - self.num_clients - self.num_opened <= RESERVE
 
     def measure(self) -> None:
         """Looks at the limit and at what is open. Not for the hot path."""

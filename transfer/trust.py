@@ -29,7 +29,7 @@ FLEET_KEY_FILE, ATTEMPT_KEY_FILE = "fleet.key", "attempt.key"
 def read_secrets(file: Path) -> str:
     """Returns the text of a file with keys. Raises `OSError` and `UnicodeDecodeError`, and `TransferError` where others
     than its owner can write to it: then they could let themselves in. That others can read it is a warning."""
-    with file.open(encoding="utf-8") as opened:
+    with file.open(encoding="utf-8-sig") as opened:  # some editors put a byte order mark before the first key
         mode = os.fstat(opened.fileno()).st_mode
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise TransferError(f"{file} can be written by others than its owner; chmod go-w {file}")
@@ -114,6 +114,10 @@ class FleetKey(Key):
     def chunk_secret(self) -> bytes:
         """The `secret` for `transfer.plan.keys.chunk_keys`, 32 bytes."""
         return self._derived(b"chunk keys")
+
+
+NOT_SIGNED = "this decoder has an attempt key and the attempt was not signed with it; the proxy needs the same one"
+"""A decoder's answer to an attempt that the owners of its key have not signed."""
 
 
 class AttemptKey(Key):

@@ -489,6 +489,12 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     cost an attempt; any at all is a fault of the transfer."""
     term: Term | None = None
     """The highest term that this process has heard of, from legs or from other engines; None where there was none."""
+    num_cache_pages: Count = 0
+    """The number of pages of the KV cache in which the engine computes; 0 where it does not say."""
+    num_cache_free: Count = 0
+    """The number of these that no sequence holds."""
+    num_cache_waiting: Count = 0
+    """Counts the requests that wait for pages of that cache, or for their turn."""
 
 
 _encoder = msgspec.msgpack.Encoder()

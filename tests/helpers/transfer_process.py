@@ -35,6 +35,7 @@ from transfer.plan.layout import KvLayout
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import Receiver, ReceiverConfig
 from transfer.roles.sender import Push, Sender
+from transfer.roles.session import Session
 
 PAGE_BYTES = 1 << 20
 NUM_PAGES = 32
@@ -265,17 +266,25 @@ class SendingEnd(End):
 
     async def fill_and_stop(self, attempt: str, pages: list[int], fence_s: float) -> None:
         """As `fill`, and stand still in the middle of the write, whose fence passes in `fence_s` seconds at the latest.
-        Returns where the write was over before it was seen."""
+        Returns where the write was over before it was seen.
+
+        The fence is drawn in when the write is under way: on a busy machine it would often pass before. What a GPU
+        was handed goes on while the process stands still, and is over in a moment: there the write is handed over when
+        the process goes on.
+        """
+        welcomes: list[tuple[Session, asyncio.Future[wire.Welcome]]] = []
         for rank in self.pushes[attempt]._ranks:
-            welcome: asyncio.Future[wire.Welcome] = asyncio.get_running_loop().create_future()
-            welcome.set_result(msgspec.structs.replace(rank.session.welcome, writer_timeout_s=2 * fence_s))
-            rank.session._welcome = welcome
+            welcomes.append((rank.session, asyncio.get_running_loop().create_future()))
+            welcomes[-1][1].set_result(msgspec.structs.replace(rank.session.welcome, writer_timeout_s=2 * fence_s))
         nixl = self.agent._nixl
-        post, is_posted = nixl.transfer, threading.Event()
+        post, is_posted, may_post = nixl.transfer, threading.Event(), threading.Event()
+        if "cuda_ipc" not in os.environ["UCX_TLS"]:
+            may_post.set()
 
         def tell_and_post(handle: Any) -> Any:
             is_posted.set()
             nixl.transfer = post
+            may_post.wait()
             return post(handle)
 
         nixl.transfer = tell_and_post
@@ -283,8 +292,13 @@ class SendingEnd(End):
         # Without a pause: a write over shared memory takes milliseconds.
         while not is_posted.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0)
-        if self.agent._under_way:
+        if under_way := list(self.agent._under_way):
+            for session, welcome in welcomes:
+                session._welcome = welcome
+            for write in under_way:
+                write.read_fence()
             os.kill(os.getpid(), signal.SIGSTOP)
+        may_post.set()
 
     async def fill_and_break(self, attempt: str, pages: list[int]) -> None:
         """As `fill`; in the middle of the write NIXL says that it has failed, and the peer is given up."""

@@ -62,6 +62,8 @@ def test_the_steps_run_on_the_cpu(
     facts = {step["name"]: step["facts"] for step in found["steps"]}
     assert facts["two processes"]["lanes"] == ["host memory to host: 0..inf zero-copy cma/memory"]
     assert facts["1p1d"]["pushed_bytes"]["llama"] > 0
+    assert facts["1p1d"]["lanes"] == ["host memory to host: 0..inf zero-copy cma/memory"]
+    assert facts["data plane"]["lanes"] == facts["1p1d"]["lanes"]
     assert facts["data plane"]["data_plane"] == "process"
     assert facts["data plane"]["pushed_bytes"]["llama"] > 0
     assert facts["bench"]["rows"]
@@ -166,3 +168,30 @@ def test_only_the_lanes_of_writes_are_named_and_each_once() -> None:
 def test_a_lane_in_software_is_seen() -> None:
     lanes = put_lanes(from_ucx("cuda/GPU0 to cuda/GPU1", "software emulation", "tcp/lo"))
     assert emulated(lanes) == ["cuda/GPU0 to cuda/GPU1: 4096..inf software emulation tcp/lo"]
+
+
+def test_a_lane_from_host_memory_to_a_gpu_is_nobodys() -> None:
+    """As an H100 shows it: UCX copies there in software, and takes cuda_ipc from GPU memory."""
+    lanes = put_lanes(
+        from_ucx("host memory to cuda/dev[1]", "software emulation", "tcp/lo")
+        + from_ucx("cuda/GPU0 to cuda/dev[1]", "zero-copy", "cuda_ipc/cuda")
+    )
+    assert len(lanes) == 4
+    assert not emulated(lanes)
+
+
+def test_the_lanes_of_one_process_can_be_left_out() -> None:
+    """A process of its own pushes, and its engine has written too, when it checked its lane."""
+    text = from_ucx("host memory to host", "zero-copy", "cma/memory").replace("[17:0]", "[1.5] [vm2:2017:0]")
+    text += from_ucx("cuda/GPU0 to cuda/GPU0", "zero-copy", "cuda_ipc/cuda")
+    assert [lane.partition(":")[0] for lane in put_lanes(text, but_of=2017)] == ["cuda/GPU0 to cuda/GPU0"] * 2
+    assert [lane.partition(":")[0] for lane in put_lanes(text, but_of=17)] == ["host memory to host"] * 2
+
+
+def test_engines_that_push_in_software_are_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def in_software(*arguments: object, data_plane: str) -> Found:
+        return Found("the same tokens", {"lanes": ["cuda/GPU0 to cuda/GPU0: 0..inf software emulation tcp/lo"]})
+
+    monkeypatch.setattr(steps, "one_and_one", in_software)
+    with pytest.raises(StepFailed, match=r"the same tokens, over cuda/GPU0 .*: UCX has no lane for this memory"):
+        steps.data_plane(ON_GPU)

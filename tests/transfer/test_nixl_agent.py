@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers.events import Happening
-from transfer.agents.base import Region, WriteReceipt, close_agent
+from transfer.agents.base import TAG_BYTES, TAG_COPIES, Region, WriteReceipt, close_agent
 from transfer.agents.nixl_options import NixlOptions
 from transfer.agents.spans import as_spans
 from transfer.errors import PeerLost, TransferError
@@ -132,6 +133,37 @@ class Spy:
 
 
 # ── handles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_tags_copies_stay_until_another_tag_needs_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_module, "NUM_STRIPS", 2)
+    strips = nixl_module._Strips(torch.device("cpu"))
+    tags = [bytes([number] * TAG_BYTES) for number in range(4)]
+    first, second = strips.take(tags[1]), strips.take(tags[2])
+    strips.give_back(tags[2])
+    strips.give_back(tags[1])
+    strips._memory.zero_()
+    assert strips.take(tags[1]) == first, "it was the last that was used"
+    assert not strips._memory.any(), "and nothing is copied anew"
+    assert strips.take(tags[3]) == second
+    assert bytes(strips._memory[(second - strips.address) // nixl_module.STRIP_BYTES].flatten()) == tags[3] * TAG_COPIES
+    with pytest.raises(TransferError, match="2 attempts are being written at once"):
+        strips.take(tags[2])
+
+
+def test_on_a_gpu_a_tags_copies_are_there_before_its_first_write(
+    new_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, tag = new_pair().sender, bytes(range(1, 1 + TAG_BYTES))
+    monkeypatch.setattr(agent, "_device", torch.device("cuda", 0))
+    agent.prepare(tag)
+    agent.metadata().result(LIMIT_S)  # the agent's thread has done what was asked before
+    strips = agent._strips
+    assert strips is not None
+    assert tag * TAG_COPIES in bytes(strips._memory.flatten())
+    strips._memory.zero_()
+    strips.take(tag)
+    assert not strips._memory.any(), "the write copies nothing"
 
 
 def test_the_handle_of_a_write_that_ended(new_pair: Callable[..., Pair]) -> None:

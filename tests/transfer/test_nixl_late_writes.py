@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.on_device import ucx_tls
+from tests.helpers.on_device import IS_GPU, ucx_tls
 from tests.helpers.tcp_relay import TcpRelay
 from tests.helpers.zygote import LIMIT_S, START_LIMIT_S, Child, CommandFailed, Zygote
 from transfer.agents.nixl import EXIT_OVERSLEPT
@@ -233,6 +233,8 @@ def test_the_receiver_is_restarted_while_a_sender_is_stopped_in_mid_write(scene:
 
 def test_an_agent_gives_up_in_mid_write(scene: Scene) -> None:
     """NIXL reports an error, and a part of the write may be in the kernel still."""
+    if IS_GPU and scene.lane == "tcp":
+        pytest.skip("UCX 1.23 may copy it in software when the sender has given it up: GPU memory over TCP is no lane")
     scene.victim.answer(scene.open(scene.victim, "a"))
     waiting = scene.open(scene.heir, "heir")
     scene.receiver.ask("queued", 1)

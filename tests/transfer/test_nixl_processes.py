@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import free_ports
-from tests.helpers.on_device import ucx_tls
+from tests.helpers.on_device import IS_GPU, ucx_tls
 from tests.helpers.zygote import LIMIT_S, START_LIMIT_S, Child, Zygote
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
@@ -149,6 +149,9 @@ def quietest(seconds: float, *children: Child) -> float:
 # ── the sender is killed ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.skipif(
+    IS_GPU, reason="UCX 1.23 ends a receiver whose peer dies in a write that it copies in software: GPU memory over TCP"
+)
 def test_senders_are_killed_at_every_stage_before_the_receiver_was_told(new_ends: Callable[..., Ends]) -> None:
     """Noticed at once on one machine; nobody has their pages before, and from then on nothing arrives in them, though
     one of them was killed with bytes in the kernel that are delivered afterwards."""

@@ -22,6 +22,7 @@ from tests.fakes.transfer_world import (
 from transfer import wire
 from transfer.errors import AttemptLost, ReservationRefused
 from transfer.memory.reservations import Holding
+from transfer.plan.tags import tag_of
 
 # ── the way it should go ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -48,6 +49,15 @@ async def test_from_reservation_to_release(world: World) -> None:
     assert (released.num_pages, released.reason) == (3, "consumed")
     assert decoder.receiver.cancel("a") is True
     assert world.proxy.count(wire.KvFailed, "a") == 0
+
+
+async def test_the_agent_hears_of_the_tag_when_pages_are_granted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, prefiller = await world.decoder(), world.prefiller()
+    prepared: list[bytes] = []
+    monkeypatch.setattr(prefiller.agent, "prepare", prepared.append)
+    push = await world.open(prefiller, decoder)
+    assert prepared == [tag_of("a")]
+    push.abort("enough")
 
 
 async def test_a_receiver_at_an_address_of_ipv6(world: World) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -256,6 +257,25 @@ async def test_writes_are_of_limited_size_and_few_at_once(world: World, monkeypa
     assert max(sizes) <= rank_push.MAX_WRITE_BYTES
     assert sum(sizes) == 10 * decoder.layout.page_bytes
     assert len(sizes) == 5, "and they are not smaller than need be"
+    await check_arrived(decoder, push)
+
+
+async def test_a_gpu_has_the_next_writes_before_it_has_done_the_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_push, "HEAD_START_S", 3600.0)
+    decoder, prefiller, push = await open_deep(world, DEEP, 20)
+    rank = push._ranks[0]
+    rank._slab = msgspec.structs.replace(rank._slab, memory="VRAM")
+    monkeypatch.setattr(rank_push, "MAX_WRITE_BYTES", decoder.layout.page_bytes)
+    prefiller.agent.script = hold
+    push.pages_filled(range(10), range(10))
+    await until(lambda: len(world.fabric.under_way) == rank_push.MAX_UNDER_WAY_ON_GPU)
+    await asyncio.sleep(0.001)
+    assert len(world.fabric.under_way) == rank_push.MAX_UNDER_WAY_ON_GPU, "and no more"
+    prefiller.agent.script = lambda write: Land()
+    for write in list(world.fabric.under_way):
+        write.land()
     await check_arrived(decoder, push)
 
 

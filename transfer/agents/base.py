@@ -100,6 +100,10 @@ class TransferAgent(Protocol):
         """
         ...
 
+    def prepare(self, tag: bytes) -> None:
+        """Hears that writes with this tag are about to come. It is never needed, and makes the first of them sooner."""
+        ...
+
     def write(
         self,
         peer: str,

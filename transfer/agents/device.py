@@ -2,7 +2,7 @@
 
 What must always hold: NIXL is created, and posts, only on threads whose current CUDA device is the agent's own, and
 only memory that another process can map is registered. A violation is silent: UCX then gives up its lane between GPUs,
-or starts on GPU 0, and the same bytes arrive hundreds of times later; the loopback write of `lane` measures it.
+or starts on GPU 0, and the same bytes arrive hundreds of times later; the check in `lane` measures it.
 """
 
 from __future__ import annotations

@@ -121,6 +121,9 @@ class MockAgent:
     def disconnect(self, peer: str) -> Future[None]:
         return self._submit(lambda: self._disconnect(peer))
 
+    def prepare(self, tag: bytes) -> None:
+        """There is nothing to prepare."""
+
     def write(
         self,
         peer: str,

@@ -69,9 +69,12 @@ _Rows = np.ndarray[Any, np.dtype[np.uint64]] | list[tuple[int, int, int]]
 
 class _Strips:
     """`_Strips` is the registered memory that tags are sent from. A strip holds copies of one tag as long as a write is
-    sending it.
+    sending it, and afterwards until another tag needs the strip: the next write is often one of the same attempt, and
+    on a GPU filling a strip takes a copy that is waited for. That is why a strip is filled there when its attempt is
+    granted pages (`NixlAgent.prepare`), and not when a write needs it.
 
-    Mutable state: `_memory`; `_in_use` (tag → its strip and how many writes have it), `_free`.
+    Mutable state: `_memory`; `_in_use` (tag → its strip and how many writes have it), `_idle` (tag → its strip, which
+    no write has; the one that was used longest ago first), `_free` (strips without a tag).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,6 +83,7 @@ class _Strips:
         # A copy on the current stream would wait for all that an engine has queued there.
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._in_use: dict[bytes, tuple[int, int]] = {}
+        self._idle: dict[bytes, int] = {}
         self._free = list(range(NUM_STRIPS))
 
     @property
@@ -89,10 +93,8 @@ class _Strips:
     def take(self, value: bytes) -> int:
         """Returns the address of copies of this tag. Raises `TransferError` where too many others are on their way."""
         index, num_users = self._in_use.get(value, (-1, 0))
-        if not num_users:
-            if not self._free:
-                raise TransferError(f"{NUM_STRIPS} attempts are being written at once, which is this agent's limit")
-            index = self._free.pop()
+        if not num_users and (index := self._idle.pop(value, -1)) < 0:
+            index = self._unused()
             copies = np.frombuffer(value * TAG_COPIES, dtype=np.uint8).reshape(TAG_COPIES, TAG_BYTES)
             if self._host is not None:
                 self._host[index] = copies  # a tenth of the time that torch needs: a small push waits for it
@@ -109,7 +111,14 @@ class _Strips:
         if num_users > 1:
             self._in_use[value] = index, num_users - 1
         else:
-            self._free.append(index)
+            self._idle[value] = index
+
+    def _unused(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if not self._idle:
+            raise TransferError(f"{NUM_STRIPS} attempts are being written at once, which is this agent's limit")
+        return self._idle.pop(next(iter(self._idle)))
 
 
 @dataclass(slots=True)
@@ -257,6 +266,10 @@ class NixlAgent:
 
     def disconnect(self, peer: str) -> Future[None]:
         return self._submit(lambda: self._disconnect(peer))
+
+    def prepare(self, tag: bytes) -> None:
+        if self._device.type == "cuda":  # on a CPU a strip is filled in less time than it takes to ask for it
+            self._put(lambda: self._prepare(tag), Future())
 
     def write(
         self,
@@ -545,6 +558,11 @@ class NixlAgent:
             self._fail(write, error)
         except Exception as error:  # border to NIXL
             self._lose(write, _translate(error))
+
+    def _prepare(self, tag: bytes) -> None:
+        if self._strips is not None:
+            self._strips.take(tag)
+            self._strips.give_back(tag)
 
     def _hand_over(self, write: _Write, spans: Spans) -> None:
         local, remote, strips = self._region, write.peer.region, self._strips

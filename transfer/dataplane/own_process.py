@@ -19,14 +19,12 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from operator import index
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,7 +34,7 @@ from transfer.agents.base import Event
 from transfer.agents.device import resolve
 from transfer.agents.nixl import EXIT_OVERSLEPT
 from transfer.agents.nixl_options import NixlOptions
-from transfer.child_process import frame, take_frames
+from transfer.child_process import frame, start, take_frames
 from transfer.dataplane.events import EventPool, SharedEvent
 from transfer.dataplane.messages import (
     CannotStart,
@@ -78,8 +76,6 @@ time is over. A process that has not said so after this many seconds more stands
 TICK_S = 1.0
 """The most seconds between two looks whether the process is silent."""
 READ_BYTES = 1 << 18
-ROOT = str(Path(__file__).resolve().parents[2])
-"""The folder that this package lies in."""
 _report: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 # Called through `PyDLL`, which keeps the interpreter lock: `socket.send` gives it up, and beside a busy thread the
 # caller of a push would wait for it as long as that thread likes.
@@ -329,19 +325,9 @@ class OwnProcess:
         """Starts a process and sends it `setup` and the early commands. Raises `OSError` where it cannot be started."""
         assert self._epoll is not None
         memory = self._buffer.memory
-        # The package's own folder comes first, not the engine's: a file there may have the name of a library.
-        path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
-        ours, theirs = socket.socketpair()
-        with theirs:
-            inherited = [theirs.fileno(), self._events.flags.memory.descriptor]
-            inherited += [memory.descriptor] if memory is not None else []
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "transfer.dataplane", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-                pass_fds=inherited,
-                process_group=0,  # only the engine follows a Ctrl-C
-            )
+        inherited = [self._events.flags.memory.descriptor]
+        inherited += [memory.descriptor] if memory is not None else []
+        process, ours = start("transfer.dataplane", inherited)
         try:
             watched = os.pidfd_open(process.pid)
         except OSError:

@@ -62,6 +62,16 @@ class EngineSettings(BaseSettings):
         description="Keep the KV of prompts for those that begin alike, until its room is needed (models without"
         " windowed layers)",
     )
+    kv_events: str | None = Field(
+        None,
+        pattern=r"^tcp://(\*|\[[0-9A-Fa-f:.]+\]|[\w.-]+):(\*|\d{1,5})$",
+        description="Address at which it publishes what its prefix cache holds, as tcp://*:5557 (vLLM's wire)",
+    )
+    kv_events_replay: str | None = Field(
+        None,
+        pattern=r"^tcp://(\*|\[[0-9A-Fa-f:.]+\]|[\w.-]+):(\*|\d{1,5})$",
+        description="Address at which it repeats what it has published",
+    )
     max_model_len: int | None = Field(
         None,
         ge=2,
@@ -143,6 +153,12 @@ class EngineSettings(BaseSettings):
     def _receiver_can_be_reached(self) -> Self:
         if self.role != "prefill" and (self.receiver_host or self.host) in ("0.0.0.0", "::"):
             raise ValueError("receiver_host must be an address that prefillers can connect to, not a wildcard")
+        return self
+
+    @model_validator(mode="after")
+    def _events_are_published(self) -> Self:
+        if self.kv_events_replay is not None and self.kv_events is None:
+            raise ValueError("kv_events_replay needs kv_events, the address at which they are published")
         return self
 
     @model_validator(mode="after")

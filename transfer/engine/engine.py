@@ -32,6 +32,7 @@ from transfer.engine.api import EngineBusy, Generation, GenerationJob, JobTooLar
 from transfer.engine.cache_need import cache_need, max_cached_tokens
 from transfer.engine.config import EngineSettings
 from transfer.engine.intake import CacheIntake
+from transfer.engine.kv_events import KvEventPublisher
 from transfer.engine.model import ModelRunner
 from transfer.engine.on_loop import on_loop
 from transfer.engine.paged_cache import PagedStore
@@ -96,10 +97,18 @@ class Engine:
         self._pins_prompts = self._receives and self._shares_prompts and self._ranks.size == 1
         if self._pins_prompts:
             self._max_need = -(-self._max_model_len // settings.chunk_size)
+        self.kv_events: KvEventPublisher | None = None
+        """The publisher of what the prefix cache holds; None where nobody shall follow it."""
+        if settings.kv_events is not None:
+            self.kv_events = KvEventPublisher(settings.kv_events, settings.kv_events_replay, settings.chunk_size)
+            if not self._shares_prompts:
+                log.info("kv_events: no prompt is kept for others, so that there is nothing to publish")
         self._worker = EngineWorker(
             self._runner,
             store,
-            Scheduler(store.buffer.num_pages, settings.chunk_size, store.buffer.num_pages - self._max_need),
+            Scheduler(
+                store.buffer.num_pages, settings.chunk_size, store.buffer.num_pages - self._max_need, self.kv_events
+            ),
             self._received.pages if self._received else None,
             self._ranks,
         )
@@ -139,7 +148,9 @@ class Engine:
             on_lost()
 
         await self._ranks.start(end)
-        self._lane = await asyncio.to_thread(measure_lane, self._new_agent, self._runner.device)
+        self._lane = await asyncio.to_thread(
+            measure_lane, self._new_agent, self._runner.device, self.settings.nixl_options
+        )
         check_lane(self._lane)
         self._worker.start()
         if self._pins_prompts and self._max_need == self._store.buffer.num_pages:
@@ -182,6 +193,8 @@ class Engine:
         if self._intake is not None:
             self._intake.close()
         await asyncio.to_thread(self._worker.close)
+        if self.kv_events is not None:
+            await asyncio.to_thread(self.kv_events.close)
         await self._ranks.aclose()
         for agent in self._agents:
             await asyncio.to_thread(close_agent, agent, self._received)
@@ -261,6 +274,7 @@ class Engine:
         `EngineCore.buffer_facts`."""
         receiver = self._receiver
         pages = receiver.reservations if receiver is not None else None
+        scheduler = self._worker.scheduler
         return wire.BufferFacts(
             epoch=self.epoch,
             role=self.settings.role,
@@ -286,6 +300,9 @@ class Engine:
             num_wrong_tags=self._num_wrong_tags,
             fleet_key="none" if self._fleet_key is None else self._fleet_key.fingerprint,
             term=self._highest_term.value,
+            num_cache_pages=scheduler.pool.num_pages,
+            num_cache_free=scheduler.store.num_available,
+            num_cache_waiting=scheduler.counts["waiting"],
         )
 
     def fault(self) -> str | None:

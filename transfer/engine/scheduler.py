@@ -23,7 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from transfer.engine.pins import Pins
 from transfer.engine.sequence import Sequence, Stage
@@ -33,6 +33,16 @@ from transfer.memory.pages import PagePool
 from transfer.memory.store import KvStore, StoreFull, StoreStatistics
 
 Holder: TypeAlias = Sequence | StagedPrompt
+
+
+class CacheEvents(Protocol):
+    """`CacheEvents` are told of the prefix cache. Neither method may raise."""
+
+    def stored(self, parent: bytes | None, key: bytes, token_ids: Seq[int]) -> None:
+        """Tells that the chunk `key` of these tokens, which follows `parent`, can be found."""
+
+    def removed(self, keys: Seq[bytes]) -> None:
+        """Tells that these chunks are about to be given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +77,14 @@ class Scheduler:
     it, except the methods that any thread may call: `_lock` guards `store`, `_pins` and `_is_blocked`.
     """
 
-    def __init__(self, num_pages: int, chunk_size: int, max_pinned: int = 0) -> None:
+    def __init__(self, num_pages: int, chunk_size: int, max_pinned: int = 0, events: CacheEvents | None = None) -> None:
         """Makes an empty scheduler. `max_pinned` pages at most are pinned for attempts; the others are enough for any
-        one sequence."""
+        one sequence. `events` are told what comes into the cache and what leaves it."""
         self.pool = PagePool(num_pages)
         self.store = KvStore(self.pool)
+        self._events = events
+        if events is not None:
+            self.store.on_evicted = events.removed
         self._pins = Pins(self.store, max_pinned)
         self._lock = threading.Lock()
         self.chunk_size = chunk_size
@@ -193,8 +206,16 @@ class Scheduler:
         first, end = sequence.num_computed // self.chunk_size, num_tokens // self.chunk_size
         sequence.num_computed = num_tokens
         with self._lock:
-            for key, page in list(zip(sequence.keys, sequence.pages, strict=False))[first:end]:
-                self.store.publish(sequence.owner, key, page)
+            for block, (key, page) in list(enumerate(zip(sequence.keys, sequence.pages, strict=False)))[first:end]:
+                if self.store.publish(sequence.owner, key, page):
+                    self._tell(sequence, block)
+
+    def _tell(self, sequence: Sequence, block: int) -> None:
+        """Tells who follows the cache that this block of the sequence's prompt is in it."""
+        if self._events is not None:
+            start, end = block * self.chunk_size, (block + 1) * self.chunk_size
+            parent = sequence.keys[block - 1] if block else None
+            self._events.stored(parent, sequence.keys[block], sequence.job.prompt_token_ids[start:end])
 
     def prefilled(self, sequence: Sequence) -> None:
         """Moves the sequence to DECODE, because its prompt is read and the first token is sampled."""

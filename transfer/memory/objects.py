@@ -83,6 +83,10 @@ class Objects:
             if not left.owners:
                 self._idle[key] = None
 
+    def oldest(self, count: int) -> list[bytes]:
+        """Returns the keys of the `count` objects that have been idle longest, which `evict` would remove."""
+        return list(islice(self._idle, count))
+
     def evict(self, count: int) -> list[int]:
         """Removes the `count` objects that have been idle longest. Returns their pages.
 
@@ -91,7 +95,7 @@ class Objects:
         if not 0 <= count <= self.num_idle:
             raise ValueError(f"cannot evict {count} objects, {self.num_idle} are idle")
         pages = []
-        for key in list(islice(self._idle, count)):
+        for key in self.oldest(count):
             del self._idle[key]
             pages.append(self._objects.pop(key).page)
         return pages

@@ -65,5 +65,6 @@ def export_gpu_memory(tensor: torch.Tensor) -> GpuTicket:
 
 def import_gpu_memory(ticket: GpuTicket) -> torch.Tensor:
     """Returns the memory that another process has exported as a uint8 tensor, ``[num_bytes]``."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # torch notes the mapping in its allocator, which this makes
     storage = torch.UntypedStorage._new_shared_cuda(*ticket)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

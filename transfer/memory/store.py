@@ -13,7 +13,7 @@ nothing. One thread calls it, so that every call is one step to everybody.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -96,6 +96,8 @@ class KvStore:
         self._pool = pool
         self._objects = Objects()
         self._owners: dict[str, _Holding] = {}
+        self.on_evicted: Callable[[Sequence[bytes]], object] = lambda keys: None
+        """Called with the keys of objects that are about to be evicted; must not raise."""
         self._num_hits = self._num_misses = self._num_evicted = 0
 
     def __repr__(self) -> str:
@@ -150,7 +152,10 @@ class KvStore:
         """Returns `count` private pages. Evicts idle objects where needed. Raises `StoreFull`, and takes nothing, where
         that is not enough."""
         self._check_room(count)
-        evicted = self._objects.evict(max(0, count - self._pool.num_free))
+        num_evicted = max(0, count - self._pool.num_free)
+        if num_evicted:
+            self.on_evicted(self._objects.oldest(num_evicted))
+        evicted = self._objects.evict(num_evicted)
         self._num_evicted += len(evicted)
         self._free(evicted)
         pages = self._pool.allocate(count, POOL_OWNER)

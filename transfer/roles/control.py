@@ -74,7 +74,8 @@ class ControlSocket:
             if error.errno == zmq.EHOSTUNREACH:
                 return False
             _dropped.add("a control message was dropped: %s", error)
-        self._look_again()
+        finally:  # a message that does not go out has used the socket, too
+            self._look_again()
         return True
 
     def close(self, linger_ms: int) -> None:

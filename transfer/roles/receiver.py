@@ -64,7 +64,7 @@ from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
 from transfer.roles.rank_slab import OtherSlabs, RankSlab, check_slabs
 from transfer.roles.sender_process import is_on_this_machine, open_process
-from transfer.trust import AttemptKey, FleetKey
+from transfer.trust import NOT_SIGNED, AttemptKey, FleetKey
 
 log = logging.getLogger(__name__)
 
@@ -526,9 +526,7 @@ class Receiver:
         attempt, notify, key = message.attempt, message.notify, self._config.attempt_key
         if key is not None and not key.allows(attempt, notify, message.capability):
             self._complaints.add("refused attempt %r: it was not signed with the attempt key", attempt[:64])
-            raise ReservationRefused(
-                "this decoder has an attempt key and the attempt was not signed with it; the proxy needs the same one"
-            )
+            raise ReservationRefused(NOT_SIGNED)
         if notify is not None and not self._notify_hosts.allows(notify):
             self._complaints.add("refused attempt %r: its signals would go to %r", attempt[:64], notify[:300])
             raise ReservationRefused(

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from scripts.dev.check_gpu.lanes import put_lanes
 from scripts.dev.check_gpu.outcome import Found, StepFailed
 from scripts.dev.common.child import Child, child_group
 
@@ -21,20 +22,25 @@ async def one_and_one(
     device: str, prefiller_on: str, families: tuple[str, ...], seed: int, *, data_plane: str = "thread"
 ) -> Found:
     """Compares every family's answers through two processes with those of the decoder alone. The prefiller pushes from
-    `data_plane`: ``thread`` or ``process``."""
+    `data_plane`: ``thread`` or ``process``. Under ``UCX_PROTO_INFO=y`` the lanes of what pushed are found too."""
     pushed: dict[str, int] = {}
+    lanes: dict[str, None] = {}
     for family in families:
         with tempfile.TemporaryDirectory(prefix="check-gpu-") as folder:
             rng = random.Random(seed)
-            pushed[family] = await _family(family, folder, device, prefiller_on, rng, data_plane)
+            pushed[family], taken = await _family(family, folder, device, prefiller_on, rng, data_plane)
+            lanes.update(dict.fromkeys(taken))
     total = sum(pushed.values())
     line = f"{len(LENGTHS)} prompts each of {', '.join(families)}: the same tokens, {total / 1e6:.1f} MB of KV pushed"
-    return Found(line, {"seed": seed, "data_plane": data_plane, "lengths": LENGTHS, "pushed_bytes": pushed})
+    facts = {"seed": seed, "data_plane": data_plane, "lengths": LENGTHS, "pushed_bytes": pushed, "lanes": list(lanes)}
+    return Found(line, facts)
 
 
-async def _family(family: str, folder: str, device: str, prefiller_on: str, rng: random.Random, data_plane: str) -> int:
-    """Returns the bytes that were pushed. Raises `StepFailed` for a token that differs, or a prompt that was read
-    twice."""
+async def _family(
+    family: str, folder: str, device: str, prefiller_on: str, rng: random.Random, data_plane: str
+) -> tuple[int, list[str]]:
+    """Returns the bytes that were pushed, and over which lanes. Raises `StepFailed` for a token that differs, or a
+    prompt that was read twice."""
     from transformers.utils.logging import disable_progress_bar
 
     from transfer.engine.tiny import make_tiny_model
@@ -51,7 +57,9 @@ async def _family(family: str, folder: str, device: str, prefiller_on: str, rng:
             prompt = [rng.randrange(10, 500) for _ in range(length)]
             await _compare(prefiller, decoder, prompt, receivers, f"{family}-{number}")
         statistics = await prefiller.ask("statistics")
-        return int(statistics["pushed_bytes"])
+        # The engine's own writes, of its lane check, are not those of its data plane's process.
+        own = prefiller.pid if data_plane == "process" else None
+        return int(statistics["pushed_bytes"]), put_lanes(prefiller.said(), but_of=own)
 
 
 async def _compare(prefiller: Child, decoder: Child, prompt: list[int], receivers: list[Any], attempt: str) -> None:

@@ -117,13 +117,11 @@ def two_gpus(machine: Machine) -> Found:
 
 def engines(machine: Machine) -> Found:
     families = ("llama", "gemma3", "deepseek") if machine.is_gpu else ("llama",)
-    prefiller_on = machine.second or machine.device
-    return _timed(one_and_one(str(machine.device), str(prefiller_on), families, machine.seed))
+    return _one_and_one(machine, families, "thread")
 
 
 def data_plane(machine: Machine) -> Found:
-    prefiller_on = machine.second or machine.device
-    return _timed(one_and_one(str(machine.device), str(prefiller_on), ("llama",), machine.seed, data_plane="process"))
+    return _one_and_one(machine, ("llama",), "process")
 
 
 def bench(machine: Machine) -> Found:
@@ -183,9 +181,22 @@ async def _two_processes(machine: Machine, sender_on: torch.device) -> Found:
     gb_s = case.total_bytes / 1e9 / min(sample.seconds for sample in samples)
     facts = {"gb_s": gb_s, "bytes": case.total_bytes, "from": str(sender_on), "to": str(machine.device), "lanes": lanes}
     line = f"{sender_on} → {machine.device}: {gb_s:.1f} GB/s over {', '.join(lanes) or 'a lane that UCX did not name'}"
-    if machine.is_gpu and emulated(lanes):
-        raise StepFailed(f"{line}: UCX has no lane for this memory (UCX_TLS must allow cuda_copy and cuda_ipc)")
-    return Found(line, facts)
+    return _over_lanes(machine, Found(line, facts))
+
+
+def _one_and_one(machine: Machine, families: tuple[str, ...], data_plane: str) -> Found:
+    device, prefiller_on = str(machine.device), str(machine.second or machine.device)
+    with _environment({"UCX_PROTO_INFO": "y"}):
+        found = _timed(one_and_one(device, prefiller_on, families, machine.seed, data_plane=data_plane))
+    lanes = ", ".join(found.facts["lanes"]) or "a lane that UCX did not name"
+    return _over_lanes(machine, Found(f"{found.line}, over {lanes}", found.facts))
+
+
+def _over_lanes(machine: Machine, found: Found) -> Found:
+    """Returns what was found. Raises `StepFailed` where UCX copied from GPU memory in software."""
+    if machine.is_gpu and emulated(found.facts["lanes"]):
+        raise StepFailed(f"{found.line}: UCX has no lane for this memory (UCX_TLS must allow cuda_copy and cuda_ipc)")
+    return found
 
 
 def _timed(work: Coroutine[Any, Any, T]) -> T:

@@ -60,7 +60,8 @@ def preempted(world: World) -> None:
         return Hold()
 
     world.agent.script = hold
-    until(lambda: prefilled.num_computed > 8 and bool(writes), lambda: world.step(3), "never runs")
+    until(lambda: prefilled.num_computed > 8, lambda: world.step(3), "never runs")
+    until(lambda: bool(writes), lambda: world.step(0), "never writes")  # however long it takes, more is not computed
     world.prefiller.preempt(prefilled)
     until(lambda: prefilled.state == "over", world.step, "not computed again")
     for write in writes:
@@ -97,7 +98,8 @@ def withdrawn(world: World) -> None:
     assert world.decoder.inbox is not None
     assert prefilled.kv_transfer_params is not None
     world.decoder.inbox.release(prefilled.kv_transfer_params["attempt"])
-    until(lambda: world.prefiller.scheduler._outgoing[prefilled.request_id].failure is not None, world.step, "not told")
+    outgoing = world.prefiller.scheduler._outgoing[prefilled.request_id]
+    until(lambda: outgoing.failure is not None, lambda: world.step(0), "not told")  # while the prompt is not whole
     until(lambda: prefilled.state == "over", world.step, "it hangs")
 
 

@@ -28,7 +28,7 @@ def lane_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine measures its lane when it starts, which takes longer than the rest of the start: two agents are made
     for it. All engines of this process would find the same. tests/transfer/test_lane.py tests the measuring."""
     if engine := sys.modules.get("transfer.engine.engine"):
-        monkeypatch.setattr(engine, "measure_lane", lambda new_agent, device: measured_once(device))
+        monkeypatch.setattr(engine, "measure_lane", lambda new_agent, device, options: measured_once(device))
 
 
 @pytest.fixture

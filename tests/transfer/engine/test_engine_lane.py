@@ -46,7 +46,7 @@ async def test_a_slow_gpu_lane_keeps_it_from_starting(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Lane("cuda:0", 32 << 20, gb_s=0.3, copy_gb_s=1500.0)
-    monkeypatch.setattr(engine_module, "measure_lane", lambda new_agent, device: slow)
+    monkeypatch.setattr(engine_module, "measure_lane", lambda new_agent, device, options: slow)
     engine = new_engine(tiny_model("llama"))
     with pytest.raises(TransferError, match=r"the KV lane is slow: .* 0\.30 GB/s"):
         await engine.start()
