@@ -9,6 +9,7 @@ from pdproxy.errors import ConfigError
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 ETCD_SCHEMES = ("etcd", "etcds")
+KUBERNETES = "kubernetes"
 _FLEET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -35,6 +36,23 @@ def open_store(url: str, fleet: str, *, timeout_s: float) -> Store:
         from pdproxy.coordination.etcd_store import EtcdStore
 
         return EtcdStore(url, fleet, timeout_s=timeout_s)
+    if scheme == KUBERNETES:
+        from pdproxy.coordination.kubernetes_store import KubernetesStore
+
+        return KubernetesStore(url, fleet, timeout_s=timeout_s)
     known = ", ".join(f"{one}://" for one in (*REDIS_SCHEMES, *ETCD_SCHEMES))
     # The URL itself may hold a password.
-    raise ConfigError(f"coordinator: the URL begins with {scheme[:20]!r}; it must begin with one of {known}")
+    raise ConfigError(
+        f"coordinator: the URL begins with {scheme[:20]!r}; it must begin with one of {known}, or be {KUBERNETES}"
+    )
+
+
+def server_of(url: str) -> str:
+    """Returns the URL of the first server that the store's URL names. Raises `ConfigError` where it names a Kubernetes
+    cluster and none is configured.
+    """
+    if url.partition("://")[0] != KUBERNETES:
+        return url.partition(",")[0]
+    from pdproxy.discovery.api_server import server_url
+
+    return server_url("coordinator")

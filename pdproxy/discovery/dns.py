@@ -57,7 +57,7 @@ class NameServers:
             return await _ask(resolver, name, "A") or await _ask(resolver, name, "AAAA")
         except dns.resolver.NXDOMAIN:
             return frozenset()
-        except (dns.exception.DNSException, OSError) as error:
+        except (dns.exception.DNSException, OSError, ValueError) as error:  # ValueError: of a resolv.conf
             raise ResolveError(str(error) or type(error).__name__) from None
 
     def _resolver(self) -> dns.asyncresolver.Resolver:
@@ -112,6 +112,10 @@ class DnsService:
         while True:
             await self.look(tell)
             await anyio.sleep(self._interval_s)
+
+    @property
+    def complaints(self) -> list[str]:
+        return [f"{self}: {self._complaint}"] if self._complaint else []
 
     async def look(self, tell: Tell) -> None:
         """Looks once."""

@@ -41,7 +41,7 @@ def _dns(settings: Settings) -> list[Source]:
 
 
 def _kubernetes(settings: Settings) -> Source:
-    from pdproxy.discovery.cluster import kubernetes_client, own_namespace
+    from pdproxy.discovery.api_server import kubernetes_client, own_namespace
     from pdproxy.discovery.kubernetes import KubernetesPods, queries
 
     asked = queries(

@@ -8,16 +8,17 @@ seen as requests that failed at a pod that was terminating, or as a pod that is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.values import Engine, Role
-from pdproxy.discovery.cluster import Connect, Reflector
+from pdproxy.discovery.api_server import Connect
+from pdproxy.discovery.cluster import Reflector
 from pdproxy.discovery.discovery import Tell
 from pdproxy.discovery.pods import (
     Endpoint,
@@ -25,11 +26,13 @@ from pdproxy.discovery.pods import (
     Meta,
     Pod,
     PodError,
+    Reference,
     Slice,
     of_endpoint,
     of_pod,
     ready_endpoints,
 )
+from pdproxy.discovery.selectors import is_selector
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.roster import Entry
 
@@ -58,10 +61,16 @@ class Query:
 def queries(
     selectors: Mapping[Role, str | None], services: Mapping[Role, str | None], presets: Sequence[str]
 ) -> list[Query]:
-    """Returns what is asked for each role. Raises `ConfigError` for a role of which nothing is said."""
+    """Returns what is asked for each role. Raises `ConfigError` for a role of which nothing is said, and for labels
+    that are no selector."""
     found = []
     for role, given in selectors.items():
         labels = [given] if given and given.strip() else []
+        if labels and not is_selector(labels[0]):
+            raise ConfigError(
+                f"{role}_selector: {given!r} is no label selector; write k=v, k!=v, k in (v,v), k notin (v,v), k or "
+                "!k, with commas between several"
+            )
         labels += [PRESETS[preset][role] for preset in presets if preset in PRESETS]
         service = services[role] or ""
         if not labels and not service:
@@ -116,8 +125,8 @@ def known_as(known: tuple[int, T] | None, one: T, count: Callable[[], int]) -> t
 class KubernetesPods:
     """KubernetesPods finds the pods of both roles. Implements `discovery.Source`.
 
-    Mutable state: the objects that each reflector has told; the instances made of pods, by what they were made of; what
-    was complained of, by pod.
+    Mutable state: the reflectors; the objects that each has told; the instances made of pods, by what they were made
+    of; what was complained of, by pod.
     """
 
     def __init__(
@@ -141,31 +150,42 @@ class KubernetesPods:
         self._complete = complete
         self._connect = connect
         self._num_heard = 0
-        self._pods: dict[Role, _Table[Pod]] = {}
-        self._slices: dict[Role, _Table[Slice]] = {}
+        self._pods = {one.role: _Table[Pod](self._count, self._changed) for one in asked if one.labels}
+        self._slices = {one.role: _Table[Slice](self._count, self._changed) for one in asked if one.service}
         self._pools = _Table[InferencePool](self._count, self._changed)
         self._made: dict[tuple[Role, int, str | None], Entry] = {}
+        self._made_of_endpoints: dict[tuple[Hashable, ...], Entry] = {}
+        self._made_before: dict[tuple[Hashable, ...], Entry] = {}
         self._told: dict[str, str] = {}
+        self._reflectors: list[Reflector[Any]] = []
         self._tell: Tell = lambda entries: None
+
+    @property
+    def complaints(self) -> list[str]:
+        unread = [one.complaint for one in self._reflectors if one.complaint]
+        return [*unread, *(f"{name} is no instance: {what}" for name, what in self._told.items())]
 
     async def run(self, tell: Tell) -> None:
         self._tell = tell
+        self._reflectors = []
         async with anyio.create_task_group() as tasks:
             if self._pool is not None:
                 path = self._path("apis/inference.networking.k8s.io/v1", "inferencepools")
                 tasks.start_soon(self._reflect(path, InferencePool, self._pools, "", f"metadata.name={self._pool}").run)
             for query in self._asked:
                 if query.labels:
-                    pods = self._pods[query.role] = _Table[Pod](self._count, self._changed)
+                    pods = self._pods[query.role]
                     tasks.start_soon(self._reflect(self._path("api/v1", "pods"), Pod, pods, query.labels).run)
                 if query.service:
-                    slices = self._slices[query.role] = _Table[Slice](self._count, self._changed)
+                    slices = self._slices[query.role]
                     path = self._path("apis/discovery.k8s.io/v1", "endpointslices")
                     label = f"{SERVICE_LABEL}={query.service}"
                     tasks.start_soon(self._reflect(path, Slice, slices, label).run)
 
     def _reflect(self, path: str, kind: type[T], table: _Table[T], labels: str, fields: str = "") -> Reflector[T]:
-        return Reflector(self._connect, path, kind, table, labels=labels, fields=fields)
+        reflector = Reflector(self._connect, path, kind, table, labels=labels, fields=fields)
+        self._reflectors.append(reflector)
+        return reflector
 
     def _path(self, group: str, kind: str) -> str:
         middle = "" if self._namespace == EVERYWHERE else f"namespaces/{self._namespace}/"
@@ -177,6 +197,7 @@ class KubernetesPods:
 
     def _changed(self) -> None:
         complaints: dict[str, str] = {}
+        self._made_before, self._made_of_endpoints = self._made_of_endpoints, {}
         self._tell(list(self._entries(complaints)))
         for name, what in complaints.items():
             if self._told.get(name) != what:
@@ -187,15 +208,20 @@ class KubernetesPods:
 
     def _entries(self, complaints: dict[str, str]) -> Iterator[Entry]:
         """Yields the instances that may be sent requests now. Those that cannot be instances are complained of."""
+        role_of: dict[str, Role] = {}
         for query in self._asked:
             for name, make in self._ready(query):
                 try:
                     entry = make()
                 except PodError as error:
                     complaints[name] = str(error)
+                    continue
+                if entry is None:
+                    continue
+                if (other := role_of.setdefault(entry.name, query.role)) == query.role:
+                    yield entry
                 else:
-                    if entry is not None:
-                        yield entry
+                    complaints[name] = f"{entry.name} is an instance for {other} already; let no pod have both roles"
 
     def _ready(self, query: Query) -> Iterator[tuple[str, Callable[[], Entry | None]]]:
         """Yields what messages call each pod that is ready, and what makes it an instance of this role."""
@@ -211,8 +237,15 @@ class KubernetesPods:
                 yield f"the pod {'/'.join(pod.metadata.key)}", partial(self._of_pod, query.role, number, pod)
 
     def _of_endpoint(self, role: Role, endpoint: Endpoint, slice_: Slice) -> Entry:
-        made = of_endpoint(endpoint, slice_, role, self._engine, port=self._port)
-        return replace(made, settings=self._complete(made.settings))
+        target, with_namespace = endpoint.target_ref or Reference(), self._namespace == EVERYWHERE
+        place = endpoint.addresses[0], slice_.port(self._port)
+        made_of = role, slice_.metadata.key, target.name, target.uid, *place
+        made = self._made_before.get(made_of)
+        if made is None:
+            made = of_endpoint(endpoint, slice_, role, self._engine, port=self._port, with_namespace=with_namespace)
+            made = replace(made, settings=self._complete(made.settings))
+        self._made_of_endpoints[made_of] = made
+        return made
 
     def _of_pod(self, role: Role, number: int, pod: Pod) -> Entry | None:
         """Returns the instance that the pod is; None where it has another role by now. Raises `PodError`."""

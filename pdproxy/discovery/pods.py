@@ -14,11 +14,26 @@ from pdproxy.fleet.roster import Entry
 
 ANNOTATION = "pdproxy.instance/"
 """The beginning of the annotations in which a pod says what differs from the options."""
-ANNOTATED = ("engine", "bootstrap_port", "kv_port", "receiver_ports", "alloc_ports", "chunk_size", "max_rooms", "model")
+ANNOTATED = (
+    "engine",
+    "bootstrap_port",
+    "kv_port",
+    "receiver_ports",
+    "alloc_ports",
+    "chunk_size",
+    "max_rooms",
+    "model",
+    "revision",
+)
 """The fields of an instance that a pod may say itself, each as ``pdproxy.instance/`` and its name with dashes. None of
 them names a file, or a place to which requests would go instead."""
+REVISION = f"{ANNOTATION}revision"
+"""The revision may be a label as well, by which the pods of a deployment can be selected."""
 SGLANG_BOOTSTRAP = "sglang.ai/bootstrap-port"
 """The annotation by which SGLang's own router learns of a prefiller's bootstrap port."""
+MAX_PORT_CHARS = 8
+MAX_TOLD = 100
+"""The most characters of an annotation that are told in a message."""
 USUAL_PORT = "http"
 """The name of the port that counts where several are declared and no option says which."""
 
@@ -93,8 +108,8 @@ class Pod(msgspec.Struct):
     def port(self, wanted: str | None) -> int:
         """Returns the port of the engine. Raises `PodError` where the pod does not say which."""
         said = (self.metadata.annotations or {}).get(f"{ANNOTATION}port", wanted)
-        if said is not None and said.isdecimal():
-            return int(said)
+        if (number := _number(said)) is not None:
+            return number
         spec = self.spec or PodSpec()
         containers = (*(spec.containers or ()), *(spec.init_containers or ()))
         ports = [port for one in containers for port in one.ports or () if port.protocol == "TCP"]
@@ -103,8 +118,9 @@ class Pod(msgspec.Struct):
             named = [ports[0].container_port]
         if not named:
             declared = ", ".join(f"{port.name} {port.container_port}".strip() for port in ports) or "none"
+            unlike = "" if said is None else f"none is {said[:MAX_TOLD]!r}, and "
             raise PodError(
-                f"its ports are {declared}, and {'it is' if said is None else f'none is {said!r}, and it is'} not said "
+                f"its ports are {declared}, and {unlike}it is not said "
                 f"which one is the engine's; give discover_port, or the annotation {ANNOTATION}port"
             )
         return named[0]
@@ -165,8 +181,8 @@ class Slice(msgspec.Struct, rename="camel"):
 
     def port(self, wanted: str | None) -> int:
         """Returns the port of the engines. Raises `PodError` where the slice does not say which."""
-        if wanted is not None and wanted.isdecimal():
-            return int(wanted)
+        if (number := _number(wanted)) is not None:
+            return number
         ports = [one for one in self.ports or () if one.port and one.protocol in (None, "TCP")]
         named = [one.port for one in ports if one.name == (wanted or USUAL_PORT)]
         if not named and wanted is None and len(ports) == 1:
@@ -236,6 +252,8 @@ def of_pod(pod: Pod, role: Role, engine: Engine, *, port: str | None, with_names
     meta, status = pod.metadata, pod.status
     assert status is not None
     annotations = meta.annotations or {}
+    if REVISION not in annotations and (revision := (meta.labels or {}).get(REVISION)):
+        annotations = annotations | {REVISION: revision}
     return _entry(
         name=f"{meta.namespace}.{meta.name}" if with_namespace else meta.name,
         uid=meta.uid,
@@ -245,11 +263,14 @@ def of_pod(pod: Pod, role: Role, engine: Engine, *, port: str | None, with_names
     )
 
 
-def of_endpoint(endpoint: Endpoint, slice_: Slice, role: Role, engine: Engine, *, port: str | None) -> Entry:
+def of_endpoint(
+    endpoint: Endpoint, slice_: Slice, role: Role, engine: Engine, *, port: str | None, with_namespace: bool
+) -> Entry:
     """Returns the instance that a ready endpoint is. Raises `PodError`."""
-    target = endpoint.target_ref or Reference()
+    target, meta = endpoint.target_ref or Reference(), slice_.metadata
+    name = target.name or f"{meta.name}-{endpoint.addresses[0]}"
     return _entry(
-        name=target.name or f"{slice_.metadata.name}-{endpoint.addresses[0]}",
+        name=f"{meta.namespace}.{name}" if with_namespace else name,
         uid=target.uid,
         role=role,
         url=_url(endpoint.addresses[0], slice_.port(port)),
@@ -266,6 +287,11 @@ def _annotated(annotations: Mapping[str, str], role: Role, engine: Engine) -> di
         if text is not None:
             said[field] = text.split(",") if field.endswith("_ports") else text
     return said
+
+
+def _number(said: str | None) -> int | None:
+    """Returns the port that is said as a number. Whoever labels pods may write what no `int` reads."""
+    return int(said) if said is not None and said.isdecimal() and len(said) <= MAX_PORT_CHARS else None
 
 
 def _url(host: str, port: int) -> str:

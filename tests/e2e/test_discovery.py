@@ -21,7 +21,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, Process, free_ports, started
 from tests.e2e.test_replicas import TERM_S, leader_of
-from tests.fakes.kubernetes_api import NAMESPACE, KubernetesApi, pod, terminating
+from tests.fakes.kubernetes_api import KubernetesApi, kubeconfig, pod, terminating
 from tests.helpers.name_server import NameServer
 from tests.helpers.store_process import StoreProcess
 from tests.helpers.warmed import Program
@@ -112,15 +112,7 @@ async def until(holds: Callable[[], Any], what: str, within_s: float = 60.0) -> 
 
 def start_proxy(cluster: Cluster, folder: Path, api: KubernetesApi, *options: str) -> None:
     """Starts a proxy that knows of the cluster what a pod's kubeconfig tells."""
-    config = folder / "kubeconfig"
-    config.write_text(f"""\
-apiVersion: v1
-kind: Config
-current-context: it
-contexts: [{{name: it, context: {{cluster: it, user: it, namespace: {NAMESPACE}}}}}]
-clusters: [{{name: it, cluster: {{server: "{api.url}"}}}}]
-users: [{{name: it, user: {{}}}}]
-""")
+    config = kubeconfig(folder, api.url)
     (port,) = free_ports(1)
     selectors = ["--prefill-selector", "app=llm,role=prefill", "--decode-selector", "app=llm,role=decode"]
     command = [sys.executable, "-m", "pdproxy", "serve", "--discover", "kubernetes", *selectors]

@@ -1,8 +1,10 @@
-"""A stand-in for a Kubernetes API server on the wire: lists and watches of pods and EndpointSlices.
+"""A stand-in for a Kubernetes API server on the wire: lists and watches of pods, EndpointSlices and Leases, and writes.
 
 It keeps objects with versions, as the real one does, and answers as raw bytes, so that a test can have it cut a watch
 in any place, say in both ways that a version is gone, leave connections half open, change its token, or ask for a
-pause. kubectl and the official client read it, too.
+pause. Leases can be created and updated, with the conflicts of the real one. kubectl and the official client use it,
+too. As a program (``python -m tests.fakes.kubernetes_api PORT FILE``) it keeps what it has in a file, and can be frozen
+and killed.
 """
 
 from __future__ import annotations
@@ -13,10 +15,14 @@ import itertools
 import json
 import random
 import re
+import sys
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -25,7 +31,9 @@ COLLECTIONS = {
     "pods": ("v1", "Pod"),
     "endpointslices": ("discovery.k8s.io/v1", "EndpointSlice"),
     "inferencepools": ("inference.networking.k8s.io/v1", "InferencePool"),
+    "leases": ("coordination.k8s.io/v1", "Lease"),
 }
+_MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)")
 _PATH = re.compile(r"^/(?:api/v1|apis/[^/]+/v1)(?:/namespaces/([^/]+))?/([a-z]+)(?:/([^/]+))?$")
 Object = dict[str, Any]
 
@@ -37,6 +45,8 @@ class Request:
     path: str
     query: dict[str, str]
     headers: dict[str, str]
+    method: str = "GET"
+    content: bytes = b""
 
     @property
     def is_watch(self) -> bool:
@@ -54,6 +64,14 @@ class Faults:
     """Whether events are sent in pieces of any size."""
     is_cut_within: bool = False
     """Whether the next watch ends, in order, within its first event."""
+    before: Callable[[Request], Awaitable[None]] | None = None
+    after: Callable[[Request], Awaitable[None]] | None = None
+    """What a request for one object waits for, before it is done and before it is answered. Where that raises
+    `ConnectionError`, the connection breaks there."""
+    one_status: list[tuple[int, dict[str, str]]] = field(default_factory=list)
+    """As those of lists and watches, of requests for one object."""
+    instead: Callable[[Request, asyncio.StreamWriter], Awaitable[bool]] | None = None
+    """Answers a request in the server's place, and tells whether it did. The connection is closed then."""
 
 
 class KubernetesApi:
@@ -63,9 +81,17 @@ class KubernetesApi:
     open connections.
     """
 
-    def __init__(self, *, token: str | None = None, page: int | None = None, watch_s: float | None = None) -> None:
-        """`page`: the most objects of one answer. `watch_s`: how long a watch lasts at most."""
+    def __init__(
+        self,
+        *,
+        token: str | None = None,
+        page: int | None = None,
+        watch_s: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`page`: the most objects of one answer. `watch_s`: how long a watch lasts at most. `clock`: Unix time."""
         self.token = token
+        self.clock = clock
         self.page = page
         self.watch_s = watch_s
         self.faults = Faults()
@@ -205,10 +231,12 @@ class KubernetesApi:
         if found is None or found[2] not in COLLECTIONS:
             return await _send(writer, 200 if request.path in DISCOVERY else 404, _discovery(request.path))
         namespace, collection, name = found.groups()
-        if name is not None:
-            return await self._one(collection, (namespace or NAMESPACE, name), writer)
+        if name is not None or request.method != "GET":
+            return await self._one(request, writer)
         chosen = _chooser(namespace, request.query.get("labelSelector", ""), request.query.get("fieldSelector", ""))
         self.counts[f"{'watch' if request.is_watch else 'list'} {collection}"] += 1
+        if self.faults.instead is not None and await self.faults.instead(request, writer):
+            return False
         planned = self.faults.watch_status if request.is_watch else self.faults.list_status
         if planned:
             code, headers = planned.pop(0)
@@ -218,11 +246,51 @@ class KubernetesApi:
             return False
         return await self._list(collection, chosen, request, writer)
 
-    async def _one(self, collection: str, key: tuple[str, str], writer: asyncio.StreamWriter) -> bool:
-        one = self._objects[collection].get(key)
-        if one is None:
-            return await _send(writer, 404, status(404, f'{collection} "{key[1]}" not found', "NotFound"))
-        return await _send(writer, 200, one)
+    async def _one(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if self.faults.before is not None:
+            await self.faults.before(request)
+        if self.faults.one_status:
+            code, headers = self.faults.one_status.pop(0)
+            return await _send(writer, code, status(code, "as planned", "Planned"), headers)
+        code, body = self.one(request)
+        if self.faults.after is not None:
+            await self.faults.after(request)
+        return await _send(writer, code, body)
+
+    def one(self, request: Request) -> tuple[int, Object]:
+        """Does what is asked of one object, at once. Returns the status and the body."""
+        found = _PATH.match(request.path)
+        assert found is not None
+        namespace, collection, name = found.groups()
+        one: Object = json.loads(request.content or b"{}")
+        name = name or one["metadata"]["name"]
+        namespace = namespace or NAMESPACE
+        known = self._objects[collection].get((namespace, name))
+        self.counts[f"{request.method.lower()} {collection}"] += 1
+        if request.method == "GET":
+            if known is None:
+                return 404, status(404, f'{collection} "{name}" not found', "NotFound")
+            return 200, copy.deepcopy(known)
+        if request.method not in ("POST", "PUT") or collection != "leases":
+            return 405, status(
+                405, "the server does not allow this method on the requested resource", "MethodNotAllowed"
+            )
+        if wrong := _wrong_with(one):
+            return 422, status(422, f'Lease "{name}" is invalid: {wrong}', "Invalid")
+        refused = _refused_create(one, known) if request.method == "POST" else _refused_update(one, known)
+        if refused is not None:
+            return refused
+        one["metadata"] |= {"namespace": namespace, "name": name}
+        one["metadata"].pop("resourceVersion", None)
+        if known is None:
+            now = datetime.fromtimestamp(int(self.clock()), UTC)
+            one["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": now.strftime("%Y-%m-%dT%H:%M:%SZ")}
+            return 201, copy.deepcopy(self.put(collection, one))
+        kept = {key: known["metadata"][key] for key in ("uid", "creationTimestamp", "resourceVersion")}
+        one["metadata"] |= kept
+        if one == known:  # which is no change, and makes no version
+            return 200, copy.deepcopy(known)
+        return 200, copy.deepcopy(self.put(collection, one))
 
     async def _list(
         self, collection: str, chosen: Callable[[Object], bool], request: Request, writer: asyncio.StreamWriter
@@ -281,12 +349,13 @@ class KubernetesApi:
             except TimeoutError:
                 break
         if query.get("allowWatchBookmarks") == "true":
-            await self.bookmark(collection, writer)
+            await self.bookmark(collection, writer, seen)
         await _end(writer)
 
-    async def bookmark(self, collection: str, writer: asyncio.StreamWriter) -> None:
+    async def bookmark(self, collection: str, writer: asyncio.StreamWriter, version: int) -> None:
+        """Says that all changes up to this version have been told."""
         api_version, kind = COLLECTIONS[collection]
-        mark = {"apiVersion": api_version, "kind": kind, "metadata": {"resourceVersion": str(self.version)}}
+        mark = {"apiVersion": api_version, "kind": kind, "metadata": {"resourceVersion": str(version)}}
         if kind == "Pod":
             mark["spec"] = {"containers": None}
         await self._event(writer, "BOOKMARK", mark)
@@ -302,6 +371,45 @@ class KubernetesApi:
             await writer.drain()
             if len(pieces) > 1:
                 await asyncio.sleep(0)
+
+
+def _wrong_with(lease: Object) -> str:
+    """What the server's validation says of a Lease; nothing where it is valid."""
+    spec = lease.get("spec") or {}
+    if spec.get("leaseDurationSeconds", 1) <= 0:
+        return "spec.leaseDurationSeconds: must be greater than 0"
+    if spec.get("leaseTransitions", 0) < 0:
+        return "spec.leaseTransitions: must be greater than or equal to 0"
+    for name in ("acquireTime", "renewTime"):
+        if name in spec and not _MICRO_TIME.fullmatch(spec[name]):
+            return f"spec.{name}: parsing time {spec[name]!r}"
+    return ""
+
+
+def _refused_create(one: Object, known: Object | None) -> tuple[int, Object] | None:
+    name = one["metadata"]["name"]
+    if known is not None:
+        return 409, status(409, f'leases.coordination.k8s.io "{name}" already exists', "AlreadyExists")
+    if one["metadata"].get("resourceVersion"):
+        return 500, status(500, "resourceVersion should not be set on objects to be created", "InternalError")
+    return None
+
+
+def _refused_update(one: Object, known: Object | None) -> tuple[int, Object] | None:
+    """As the generic registry has it for Leases: an update without a version is refused, one with a uid holds for the
+    object with that uid alone, and one without a uid makes an object that is not there."""
+    meta, there = one["metadata"], {} if known is None else known["metadata"]
+    wrong = ""
+    if meta.get("uid") and meta["uid"] != there.get("uid"):
+        wrong = f"Precondition failed: UID in precondition: {meta['uid']}, UID in object meta: {there.get('uid', '')}"
+    elif known is not None and not meta.get("resourceVersion"):
+        return 422, status(422, "metadata.resourceVersion: Invalid value: must be specified for an update", "Invalid")
+    elif known is not None and meta["resourceVersion"] != there["resourceVersion"]:
+        wrong = "the object has been modified; please apply your changes to the latest version and try again"
+    if not wrong:
+        return None
+    cannot = f'Operation cannot be fulfilled on leases.coordination.k8s.io "{meta.get("name")}"'
+    return 409, status(409, f"{cannot}: {wrong}", "Conflict")
 
 
 def _as_seen(what: str, one: Object, before: Object | None, chosen: Callable[[Object], bool]) -> str | None:
@@ -350,10 +458,12 @@ async def _read(reader: asyncio.StreamReader) -> Request | None:
     except asyncio.IncompleteReadError:
         return None
     first, *lines = head.decode().split("\r\n")
-    url = urlsplit(first.split(" ")[1])
+    method, target, _ = first.split(" ")
+    url = urlsplit(target)
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
     query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-    return Request(url.path, query, headers)
+    content = await reader.readexactly(int(headers.get("content-length", 0)))
+    return Request(url.path, query, headers, method, content)
 
 
 async def _send(writer: asyncio.StreamWriter, code: int, body: Object, headers: dict[str, str] | None = None) -> bool:
@@ -363,6 +473,15 @@ async def _send(writer: asyncio.StreamWriter, code: int, body: Object, headers: 
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
     await writer.drain()
     return True
+
+
+async def send_bytes(writer: asyncio.StreamWriter, *pieces: bytes) -> None:
+    """Answers with these bytes, whatever they are, and with the end of the body."""
+    writer.write(b"HTTP/1.1 200 X\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for piece in pieces:
+        writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        await writer.drain()
+    await _end(writer)
 
 
 async def _end(writer: asyncio.StreamWriter) -> None:
@@ -380,7 +499,7 @@ def _resources(group: str, *names: str) -> Object:
             "singularName": COLLECTIONS[name][1].lower(),
             "namespaced": True,
             "kind": COLLECTIONS[name][1],
-            "verbs": ["get", "list", "watch"],
+            "verbs": ["get", "list", "watch", *(("create", "update") if name == "leases" else ())],
         }
         for name in names
     ]
@@ -392,11 +511,13 @@ def _group(name: str) -> Object:
     return {"name": name, "versions": [version], "preferredVersion": version}
 
 
+GROUPS = ("discovery.k8s.io", "coordination.k8s.io")
 DISCOVERY: dict[str, Object] = {
     "/api": {"kind": "APIVersions", "versions": ["v1"]},
     "/api/v1": _resources("v1", "pods"),
-    "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group("discovery.k8s.io")]},
+    "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(one) for one in GROUPS]},
     "/apis/discovery.k8s.io/v1": _resources("discovery.k8s.io/v1", "endpointslices"),
+    "/apis/coordination.k8s.io/v1": _resources("coordination.k8s.io/v1", "leases"),
     "/version": {"major": "1", "minor": "31", "gitVersion": "v1.31.0"},
 }
 
@@ -470,3 +591,52 @@ def slice_of(service: str, name: str, *endpoints: Object, ports: dict[str, int],
         "endpoints": list(endpoints),
         "ports": [{"name": port, "port": number, "protocol": "TCP"} for port, number in ports.items()],
     }
+
+
+# ── how it is reached ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def kubeconfig(folder: Path, url: str, token_file: Path | None = None) -> Path:
+    """A kubeconfig for the server at `url`."""
+    user = "{}" if token_file is None else f"{{tokenFile: {token_file}}}"
+    path = folder / "kubeconfig"
+    path.write_text(f"""\
+apiVersion: v1
+kind: Config
+current-context: it
+contexts: [{{name: it, context: {{cluster: it, user: it, namespace: {NAMESPACE}}}}}]
+clusters: [{{name: it, cluster: {{server: "{url}"}}}}]
+users: [{{name: it, user: {user}}}]
+""")
+    return path
+
+
+# ── as a program ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _KeptApi(KubernetesApi):
+    """A server that writes each change of a Lease to a file before it answers, and begins with what is in that file."""
+
+    def __init__(self, kept: Path) -> None:
+        super().__init__()
+        self._kept = kept
+        if kept.exists():
+            self.version, leases = json.loads(kept.read_text())
+            self._objects["leases"] = {(one["metadata"]["namespace"], one["metadata"]["name"]): one for one in leases}
+
+    def _note(self, collection: str, what: str, one: Object, before: Object | None) -> None:
+        super()._note(collection, what, one, before)
+        written = self._kept.with_suffix(".new")
+        written.write_text(json.dumps([self.version, list(self._objects["leases"].values())]))
+        written.replace(self._kept)
+
+
+async def _serve_for_ever(port: int, kept: Path) -> None:
+    api = _KeptApi(kept)
+    api.port = port
+    async with api:
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_for_ever(int(sys.argv[1]), Path(sys.argv[2])))

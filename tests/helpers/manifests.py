@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,8 @@ import yaml
 from tests.helpers import programs
 
 ROOT = Path(__file__).parents[2]
-OVERLAYS = ROOT / "examples" / "kubernetes" / "overlays"
+KUBERNETES = ROOT / "examples" / "kubernetes"
+OVERLAYS = KUBERNETES / "overlays"
 CHART = ROOT / "examples" / "helm" / "pdproxy"
 VERSIONS = ("1.31", "1.34")
 """Releases of Kubernetes whose schemas the objects are held against."""
@@ -27,14 +29,25 @@ Object = dict[str, Any]
 
 
 @cache
+def built(folder: Path) -> tuple[Object, ...]:
+    return _objects(programs.output_of(programs.kubectl(), "kustomize", folder))
+
+
 def overlay(name: str) -> tuple[Object, ...]:
-    return _objects(programs.output_of(programs.kubectl(), "kustomize", OVERLAYS / name))
+    return built(OVERLAYS / name)
+
+
+def component(name: str, scratch: Path) -> tuple[Object, ...]:
+    """What a component adds by itself: of an overlay with nothing else, which is written to `scratch`."""
+    path = os.path.relpath(KUBERNETES / "components" / name, scratch.resolve())
+    (scratch / "kustomization.yaml").write_text(f"components: [{path}]\n")
+    return built(scratch)
 
 
 @cache
-def chart(*settings: str) -> tuple[Object, ...]:
+def chart(*settings: str, release: str = "pdproxy") -> tuple[Object, ...]:
     words = [word for one in settings for word in ("--set", one)]
-    return _objects(programs.output_of(programs.helm(), "template", "pdproxy", CHART, "--namespace", "llm", *words))
+    return _objects(programs.output_of(programs.helm(), "template", release, CHART, "--namespace", "llm", *words))
 
 
 def _objects(text: str) -> tuple[Object, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -25,6 +24,7 @@ import dns.query
 import pytest
 
 from scripts.dev.common.debian import NotToBeHadError, cache_folder, has_apt, unpacked
+from tests.helpers.ports import free_ports
 from tests.helpers.store_servers import REQUIRE
 
 # Those libraries of the program that not every machine has.
@@ -71,9 +71,7 @@ class NameServer:
         self._hosts = folder / "hosts"
         self._hosts.write_text("")
         self._names: set[str] = set()
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -1,4 +1,7 @@
-"""A real store's server as a process, to be killed, frozen and started again: empty, or with its data."""
+"""A real store's server as a process, to be killed, frozen and started again: empty, or with its data.
+
+Of Kubernetes' API server, which is not to be had, it is a stand-in on the wire.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -13,9 +17,12 @@ from typing import Literal
 
 import httpx
 
+from tests.fakes.kubernetes_api import kubeconfig
+from tests.helpers.ports import free_ports
 from tests.helpers.store_servers import program
 
-Kind = Literal["redis", "etcd"]
+Kind = Literal["redis", "etcd", "kubernetes"]
+ROOT = Path(__file__).parents[2]
 READY_S = 20
 
 
@@ -28,14 +35,21 @@ class StoreProcess:
         """`replica_of`: another redis, which this one follows until it is promoted."""
         self.kind = kind
         self.folder = folder
-        self.port, self._peer_port = _free_ports(2)
+        self.port, self._peer_port = free_ports(2)
         self.log = folder.with_name(f"{folder.name}.log")
         self._replica_of = replica_of
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"{self.kind}://127.0.0.1:{self.port}"
+        return self.kind if self.kind == "kubernetes" else f"{self.kind}://127.0.0.1:{self.port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a client of the store needs in its environment."""
+        if self.kind != "kubernetes":
+            return {}
+        return {"KUBECONFIG": str(kubeconfig(self.folder.parent, f"http://127.0.0.1:{self.port}"))}
 
     @property
     def is_running(self) -> bool:
@@ -53,7 +67,9 @@ class StoreProcess:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                self._command(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         limit = time.monotonic() + READY_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > limit:
@@ -103,6 +119,8 @@ class StoreProcess:
         self.kill()
 
     def _command(self) -> list[str]:
+        if self.kind == "kubernetes":
+            return [sys.executable, "-m", "tests.fakes.kubernetes_api", str(self.port), str(self.folder / "leases")]
         path = str(program(self.kind))
         if self.kind == "etcd":
             client, peer = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peer_port}"
@@ -122,16 +140,8 @@ class StoreProcess:
         try:
             if self.kind == "redis":
                 return self.command("PING") == b"+PONG"
-            reply = httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=READY_S, trust_env=False)
-            return reply.json().get("health") == "true"
+            path = "version" if self.kind == "kubernetes" else "health"
+            reply = httpx.get(f"http://127.0.0.1:{self.port}/{path}", timeout=READY_S, trust_env=False)
+            return self.kind == "kubernetes" or reply.json().get("health") == "true"
         except (OSError, httpx.HTTPError):
             return False
-
-
-def _free_ports(number: int) -> list[int]:
-    """Ports that were free a moment ago, all of them different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

@@ -7,28 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.kubernetes_api import NAMESPACE, KubernetesApi
+from tests.fakes.kubernetes_api import KubernetesApi, kubeconfig
 
 
 @pytest.fixture
 async def api() -> AsyncIterator[KubernetesApi]:
     async with KubernetesApi() as api:
         yield api
-
-
-def kubeconfig(folder: Path, url: str, token_file: Path | None = None) -> Path:
-    """A kubeconfig for the server at `url`."""
-    user = "{}" if token_file is None else f"{{tokenFile: {token_file}}}"
-    path = folder / "kubeconfig"
-    path.write_text(f"""\
-apiVersion: v1
-kind: Config
-current-context: it
-contexts: [{{name: it, context: {{cluster: it, user: it, namespace: {NAMESPACE}}}}}]
-clusters: [{{name: it, cluster: {{server: "{url}"}}}}]
-users: [{{name: it, user: {user}}}]
-""")
-    return path
 
 
 @pytest.fixture

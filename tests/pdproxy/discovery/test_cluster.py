@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from pdproxy.discovery import cluster
-from pdproxy.discovery.cluster import Reflector, kubernetes_client, own_namespace
+from pdproxy.discovery import api_server, cluster
+from pdproxy.discovery.api_server import kubernetes_client, own_namespace
+from pdproxy.discovery.cluster import Reflector
 from pdproxy.discovery.pods import Pod
 from pdproxy.errors import ConfigError
 from tests.fakes.calls import until
-from tests.fakes.kubernetes_api import NAMESPACE, KubernetesApi, pod, ready, terminating
+from tests.fakes.kubernetes_api import NAMESPACE, KubernetesApi, Request, pod, ready, send_bytes, terminating
 
 pytestmark = pytest.mark.usefixtures("config")
 PATH = f"api/v1/namespaces/{NAMESPACE}/pods"
@@ -288,6 +289,152 @@ async def test_forbidden_is_said(api: KubernetesApi, caplog: pytest.LogCaptureFi
     assert "HTTP 403" in caplog.text
 
 
+@pytest.mark.parametrize("is_watch", [False, True])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>",
+        b'{"metadata": {"resourceVersion": "\xff"}}\n',
+        b'{"metadata": {}, "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}\n",
+        b'{"type": "ERROR", "object": {"metadata": ' + b"[" * 50_000 + b"]" * 50_000 + b"}}\n",
+        b'{"type": "ADDED", "object": {"metadata": {"name": "\xff\xfe"}}}\n',
+        b'{"metadata": {}, "items": [{"metadata": {"name": 7}}]}\n',
+        b"[]\n",
+        b"\x1f\x8b\x00",
+    ],
+    ids=["html", "no text", "deep", "deep error", "no name", "a number", "a list", "gzip"],
+)
+async def test_answers_that_are_none(
+    api: KubernetesApi, body: bytes, is_watch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stands in the server's place for a moment says nothing of the pods, and ends nothing."""
+    monkeypatch.setattr(cluster, "MAX_PAUSE_S", 0.05)
+    api.put("pods", pod("a"))
+    num_left = 3
+
+    async def instead(request: Request, writer: asyncio.StreamWriter) -> bool:
+        nonlocal num_left
+        if request.is_watch != is_watch or num_left == 0:
+            return False
+        num_left -= 1
+        await send_bytes(writer, body)
+        return True
+
+    api.faults.instead = instead
+    async with reflecting() as seen:
+        await until(sees(seen, "a"))
+        await until(lambda: num_left == 0)
+        api.put("pods", pod("b"))
+        await until(sees(seen, "a", "b"))
+
+
+async def _list_of(writer: asyncio.StreamWriter, pieces: AsyncIterator[bytes]) -> None:
+    with contextlib.suppress(ConnectionError):
+        writer.write(b"HTTP/1.1 200 X\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+        async for piece in pieces:
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await writer.drain()
+
+
+@pytest.mark.parametrize("what", ["large", "slow", "many", "endless"])
+async def test_a_list_without_bounds(
+    api: KubernetesApi, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A list that is too large, or never ends, is no list. What was known stays."""
+    monkeypatch.setattr(api_server, "MAX_PAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(cluster, "MAX_OBJECTS", 1000)
+    monkeypatch.setattr(api_server, "WHOLE_S", 0.3)
+    monkeypatch.setattr(cluster, "LIST_S", 0.6)
+    is_over = False
+    num_bytes = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal num_bytes
+        yield b'{"metadata": {'
+        while what in ("large", "slow"):
+            piece = b" " * (1 << 16 if what == "large" else 1)
+            num_bytes += len(piece)
+            yield piece
+            await asyncio.sleep(0 if what == "large" else 0.02)
+        items = ",".join('{"metadata": {"name": "x"}}' for _ in range(400 if what == "many" else 0))
+        yield f'"continue": "more"}}, "items": [{items}]}}'.encode()
+
+    async def instead(request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.is_watch or is_over:
+            return False
+        await _list_of(writer, body())
+        writer.write(b"0\r\n\r\n")
+        return True
+
+    api.put("pods", pod("a"))
+    async with reflecting() as seen:
+        await is_watched(api)
+        api.faults.instead = instead
+        api.put("pods", pod("b"))
+        api.cut()
+        api.forget()
+        await until(lambda: "did not end within" in caplog.text or "has more than" in caplog.text)
+        assert seen.num_lists == 1
+        assert num_bytes < 8 << 20
+        is_over = True
+        await until(sees(seen, "a", "b"))
+
+
+async def test_an_event_without_an_end(
+    api: KubernetesApi, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(api_server, "MAX_LINE", 1 << 18)
+    api.put("pods", pod("a"))
+    is_over = False
+
+    async def body() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 4096
+
+    async def instead(request: Request, writer: asyncio.StreamWriter) -> bool:
+        if not request.is_watch or is_over:
+            return False
+        await _list_of(writer, body())
+        return True
+
+    api.faults.instead = instead
+    async with reflecting() as seen:
+        await until(lambda: "an event has more than" in caplog.text)
+        is_over = True
+        api.put("pods", pod("b"))
+        await until(sees(seen, "a", "b"))
+
+
+async def test_watches_that_end_after_one_event_are_no_storm(api: KubernetesApi) -> None:
+    mark = b'{"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "1001"}}}\n'
+
+    async def instead(request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.is_watch:
+            await send_bytes(writer, mark)
+        return request.is_watch
+
+    api.faults.instead = instead
+    async with reflecting():
+        await is_watched(api)
+        await asyncio.sleep(0.5)
+        assert api.counts["watch pods"] < 10
+
+
+async def test_it_ends_at_once_while_a_server_hangs(api: KubernetesApi) -> None:
+    """A proxy that is told to end does not wait for a cluster that is silent."""
+
+    async def instead(request: Request, writer: asyncio.StreamWriter) -> bool:
+        await asyncio.sleep(3600)
+        return True
+
+    api.faults.instead = instead
+    loop = asyncio.get_running_loop()
+    async with reflecting():
+        await until(lambda: api.counts["list pods"] > 0)
+        since = loop.time()
+    assert loop.time() - since < 2.0
+
+
 async def test_another_uid_under_the_same_name(api: KubernetesApi) -> None:
     api.put("pods", pod("a", uid="one"))
     async with reflecting() as seen:
@@ -341,7 +488,49 @@ def test_ready_is_what_the_helper_says() -> None:
     assert one["status"]["conditions"][0]["status"] == "False"
 
 
+GOOD = """\
+apiVersion: v1
+kind: Config
+current-context: it
+contexts: [{name: it, context: {cluster: it, user: it, namespace: x}}]
+clusters: [{name: it, cluster: {server: "http://127.0.0.1:1"}}]
+users: [{name: it, user: {}}]
+"""
+
+
+@pytest.mark.parametrize("text", ["", "- a", "hello", "\t{", "contexts:", *(GOOD[:length] for length in (70, 95, 150))])
+def test_a_kubeconfig_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever writes the file may be half through when it is read again."""
+    path = tmp_path / "broken"
+    path.write_text(text)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    with pytest.raises(ConfigError, match=r"discover: .*KUBECONFIG"):
+        own_namespace()
+    with pytest.raises(ConfigError, match=r"discover: .*KUBECONFIG"):
+        kubernetes_client()
+
+
 def test_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="no cluster is configured"):
+        own_namespace()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            GOOD.replace("current-context: it", "current-context: gone"),
+            "'gone' of .* cannot be used .*'gone' not found",
+        ),
+        (GOOD.replace("current-context: it", ""), "None of .* cannot be used .*No current context"),
+        (GOOD.replace("cluster: it, user", "cluster: y, user"), "'it' of .* cannot be used"),
+    ],
+)
+def test_a_context_that_is_not_there(text: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert text != GOOD
+    path = tmp_path / "config"
+    path.write_text(text)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    with pytest.raises(ConfigError, match=rf"discover: the current-context {why}.*; correct it \(kubectl config use"):
         own_namespace()

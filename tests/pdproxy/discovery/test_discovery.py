@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 
 from pdproxy.assemble import assemble
@@ -20,12 +21,14 @@ class Scripted:
 
     def __init__(self) -> None:
         self.is_running = asyncio.Event()
+        self.fails = asyncio.Event()
         self._tell: Tell | None = None
+        self.complaints: list[str] = []
 
     async def run(self, tell: Tell) -> None:
         self._tell = tell
         self.is_running.set()
-        await asyncio.sleep(3600)
+        await self.fails.wait()
 
     def tell(self, *names: str) -> None:
         assert self._tell is not None
@@ -53,6 +56,46 @@ async def test_a_fleet_begins_with_what_was_found_before() -> None:
         assert {one.name for one in proxy.pool.instances} == {"p", "d9", "p2", "d2"}, "within the same turn"
     source.tell()
     assert {one.name for one in proxy.pool.instances} == {"p", "d9", "p2", "d2"}, "it leads no more"
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+
+
+async def test_an_engine_that_was_found_is_an_instance_for_each_of_its_ranks() -> None:
+    source = Scripted()
+    discovery = Discovery([source])
+    looking = asyncio.ensure_future(discovery.run())
+    await source.is_running.wait()
+    assert source._tell is not None
+    whole = settings("p1", "prefill").model_copy(update={"engine": "vllm_nixl", "data_parallel_size": 2})
+    source._tell([Entry(whole, incarnation="uid")])
+    assert [(one.name, one.settings.place, one.incarnation) for one in discovery.found] == [
+        (f"p1/{rank}", (whole.url, rank), "uid") for rank in (0, 1)
+    ]
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+
+
+async def test_a_role_of_which_nobody_was_found_is_named() -> None:
+    """An operator who looks at /ready learns what is missing, also where nobody is there who could be called down."""
+    source = Scripted()
+    discovery = Discovery([source])
+    looking = asyncio.ensure_future(discovery.run())
+    await source.is_running.wait()
+    proxy = assemble(options(), fleet=[], discovery=discovery)
+    async with (
+        proxy.app.router.lifespan_context(proxy.app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(proxy.app), base_url="http://proxy") as client,
+    ):
+        await until(lambda: bool(discovery._rosters))
+        for names, missing in (([], ["prefill", "decode"]), (["p1"], ["decode"]), (["p1", "d1"], [])):
+            source.tell(*names)
+            said = (await client.get("/ready")).json()["error"]["message"]
+            assert [role for role in ("prefill", "decode") if f"no {role} instance is known" in said] == missing
+            assert all(f"{name} (" in said for name in names)
+        source.complaints.append("dns+http://d:1: d has no address")
+        assert ": dns+http://d:1: d has no address; p1 (" in (await client.get("/ready")).json()["error"]["message"]
+        found = {"found": 2, "complaints": source.complaints}
+        assert (await client.get("/status")).json()["discovery"] == found
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
 
@@ -85,6 +128,38 @@ async def test_what_cannot_be_done_yet_is_tried_again(monkeypatch: pytest.Monkey
         assert {one.name for one in proxy.pool.instances} == {"d1", "p1"}
         proxy.membership.remove("d1", force=True)
         await until(lambda: [one.url for one in proxy.pool.instances if one.name == "d1"] == ["http://d1:1"])
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+
+
+async def test_a_source_that_meets_a_bug_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pdproxy.discovery.discovery.AFTER_BUG_S", 0.02)
+
+    class Broken(Scripted):
+        num_runs = 0
+
+        async def run(self, tell: Tell) -> None:
+            self.num_runs += 1
+            if self.num_runs == 2:
+                raise ValueError("a bug")
+            await super().run(tell)
+            raise TypeError("another")
+
+    broken, other = Broken(), Scripted()
+    discovery = Discovery([broken, other])
+    looking = asyncio.ensure_future(discovery.run())
+    await asyncio.gather(broken.is_running.wait(), other.is_running.wait())
+    broken.tell("p1")
+    other.tell("d1")
+    broken.fails.set()
+    await until(lambda: broken.num_runs == 3)
+    assert [one.name for one in discovery.found] == ["p1", "d1"]
+    broken.tell("p2")
+    assert [one.name for one in discovery.found] == ["p2", "d1"]
+    assert "met a bug" in caplog.text
+    assert not looking.done()
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
+import dns.asyncresolver
 import pytest
 
 from pdproxy.config.instances import InstanceSettings
@@ -73,9 +75,11 @@ async def test_a_name_that_is_gone_is_gone_after_a_while(server: NameServer) -> 
     told = Told(server)
     server.set(prefill=["127.0.0.7"])
     before = await told.look()
+    assert told.service.complaints == []
     server.set()
     told.now = 5.0
     assert await told.look() == before
+    assert told.service.complaints == [f"{told.service}: prefill.{NameServer.zone} has no address"]
     told.now = 34.9
     assert await told.look() == before
     told.now = 35.0
@@ -109,11 +113,12 @@ async def test_a_server_that_refuses_changes_nothing(server: NameServer) -> None
 
 
 async def test_a_server_that_is_away_changes_nothing(server: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdproxy.discovery.dns.LOOK_S", 0.3)
     told = Told(server)
     server.set(prefill=["127.0.0.7"])
     before = await told.look()
+    assert before
     server.stop()
+    monkeypatch.setattr("pdproxy.discovery.dns.LOOK_S", 0.3)
     for told.now in (100.0, 200.0):
         assert await told.look() == before
 
@@ -124,6 +129,19 @@ async def test_a_server_that_is_silent_changes_nothing(monkeypatch: pytest.Monke
         mute.bind(("127.0.0.1", 0))
         with pytest.raises(ResolveError):
             await NameServers(f"127.0.0.1:{mute.getsockname()[1]}").addresses("prefill.test")
+
+
+@pytest.mark.parametrize("text", ["nameserver localhost\n", "nameserver 1.2.3.4.5\n", "search a..b\n", "", None])
+async def test_settings_of_the_machine_that_are_none_change_nothing(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "resolv.conf"
+    if text is not None:
+        path.write_text(text)
+    of_file = partial(dns.asyncresolver.Resolver, str(path))
+    monkeypatch.setattr("pdproxy.discovery.dns.dns.asyncresolver.Resolver", of_file)
+    with pytest.raises(ResolveError):
+        await NameServers().addresses("prefill.test")
 
 
 @pytest.mark.parametrize(

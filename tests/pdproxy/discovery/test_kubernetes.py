@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings, load
-from pdproxy.discovery.cluster import kubernetes_client
+from pdproxy.discovery.api_server import kubernetes_client
 from pdproxy.discovery.discovery import Discovery
 from pdproxy.discovery.factory import make_discovery
 from pdproxy.discovery.kubernetes import KubernetesPods, Query, queries
@@ -77,8 +78,8 @@ def engine(name: str, role: str, ip: str = "10.0.0.1", **more: Any) -> dict[str,
     return pod(name, ip, ports={"http": 8000, "metrics": 9000}, role=role, **more)
 
 
-async def is_watched(api: KubernetesApi) -> None:
-    await until(lambda: api.counts["watch pods"] >= 2)
+async def is_watched(api: KubernetesApi, what: str = "pods") -> None:
+    await until(lambda: api.counts[f"watch {what}"] >= 2)
 
 
 async def test_ready_pods_with_an_address(api: KubernetesApi) -> None:
@@ -170,6 +171,20 @@ async def test_pods_that_cannot_be_instances_are_told_once(
     assert any("wrong" in one and "engine" in one for one in said)
 
 
+async def test_what_keeps_instances_from_being_found(api: KubernetesApi) -> None:
+    """It is there while it lasts, and gone with the next list, though nothing happens in the cluster then."""
+    api.put("pods", pod("portless", ports={"a": 1, "b": 2}, role="prefill"))
+    api.faults.list_status = [(403, {})] * 2
+    pods = KubernetesPods(BOTH, kubernetes_client, namespace=NAMESPACE, engine="builtin")
+    assert pods.complaints == []
+    task = asyncio.ensure_future(pods.run(Told()))
+    await until(lambda: len(pods.complaints) == 2)
+    assert all(one.startswith("the cluster cannot be read (api/v1/") and "HTTP 403" in one for one in pods.complaints)
+    await until(lambda: [one.partition(":")[0] for one in pods.complaints] == ["the pod llm/portless is no instance"])
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_what_a_pod_says_of_itself(api: KubernetesApi) -> None:
     said = {
         "sglang.ai/bootstrap-port": "8998",
@@ -182,6 +197,23 @@ async def test_what_a_pod_says_of_itself(api: KubernetesApi) -> None:
         (one,) = told.entries
         assert (one.settings.bootstrap_port, one.settings.max_rooms) == (8998, 7)
         assert one.settings.lmcache_config is None
+
+
+@pytest.mark.parametrize(
+    ("label", "annotation", "revision"),
+    [("v1", None, "v1"), (None, "v2", "v2"), ("v1", "v2", "v2"), (None, None, None)],
+)
+async def test_a_revision_is_a_label_or_an_annotation(
+    api: KubernetesApi, label: str | None, annotation: str | None, revision: str | None
+) -> None:
+    name = "pdproxy.instance/revision"
+    one = engine("a", "prefill", annotations={} if annotation is None else {name: annotation})
+    if label is not None:
+        one["metadata"]["labels"][name] = label
+    api.put("pods", one)
+    async with watching() as told:
+        await until(lambda: bool(told.entries))
+        assert [one.settings.revision for one in told.entries] == [revision]
 
 
 async def test_all_namespaces(api: KubernetesApi) -> None:
@@ -209,6 +241,82 @@ async def test_the_endpoints_of_a_service(api: KubernetesApi) -> None:
         api.put("endpointslices", slice_of("pre", "pre-1", *ends[:2], ports={"http": 8000}))
         await until(lambda: told.urls == {"b": "http://10.0.0.2:8000"})
         assert told.entries[0].incarnation == "u2"
+
+
+async def test_services_of_all_namespaces(api: KubernetesApi) -> None:
+    for number, namespace in enumerate(("one", "two")):
+        slice_ = slice_of("pre", "pre-1", endpoint(f"10.0.{number}.1", f"u{number}", name="a"), ports={"http": 8000})
+        slice_["endpoints"].append(endpoint(f"10.0.{number}.2"))
+        slice_["metadata"]["namespace"] = namespace
+        api.put("endpointslices", slice_)
+    async with watching(Query("prefill", service="pre"), namespace="*") as told:
+        await until(lambda: set(told.urls) == {"one.a", "two.a", "one.pre-1-10.0.0.2", "two.pre-1-10.0.1.2"})
+
+
+async def test_an_endpoint_of_both_services(api: KubernetesApi, caplog: pytest.LogCaptureFixture) -> None:
+    one = endpoint("10.0.0.1", "u1", name="a")
+    for service in ("pre", "dec"):
+        api.put("endpointslices", slice_of(service, f"{service}-1", one, ports={"http": 8000}))
+    async with watching(Query("prefill", service="pre"), Query("decode", service="dec")) as told:
+        await is_watched(api, "endpointslices")
+        assert told.roles == {("a", "prefill")}
+        assert "a is an instance for prefill already" in caplog.text
+        api.put("endpointslices", slice_of("pre", "pre-1", ports={"http": 8000}))
+        await until(lambda: told.roles == {("a", "decode")})
+
+
+async def test_endpoints_that_stay_are_made_once(api: KubernetesApi) -> None:
+    """A service of a thousand endpoints changes often, and one at a time."""
+    ends = [endpoint(f"10.0.0.{number}", f"u{number}", name=f"a{number}") for number in range(20)]
+    api.put("endpointslices", slice_of("pre", "pre-1", *ends, ports={"http": 8000}))
+    num_made = 0
+
+    def complete(one: InstanceSettings) -> InstanceSettings:
+        nonlocal num_made
+        num_made += 1
+        return one
+
+    async with watching(Query("prefill", service="pre"), complete=complete) as told:
+        await until(lambda: len(told.urls) == 20)
+        api.put("endpointslices", slice_of("pre", "pre-1", *ends[1:], ports={"http": 8000}))
+        await until(lambda: len(told.urls) == 19)
+        assert num_made == 20
+        ends[5] = endpoint("10.0.1.5", "u5", name="a5")
+        api.put("endpointslices", slice_of("pre", "pre-1", *ends, ports={"http": 8000}))
+        await until(lambda: told.urls.get("a5") == "http://10.0.1.5:8000")
+        assert num_made == 22
+
+
+async def test_begun_anew_it_tells_nothing_before_it_knows(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that met a bug is run again, and the fleet does not shrink until all of it is listed."""
+    monkeypatch.setattr("pdproxy.discovery.discovery.AFTER_BUG_S", 0.05)
+    for number in range(3):
+        api.put("pods", engine(f"p{number}", "prefill", f"10.0.0.{number}"))
+        api.put("pods", engine(f"d{number}", "decode", f"10.0.1.{number}"))
+    fails = False
+
+    def complete(one: InstanceSettings) -> InstanceSettings:
+        if fails and one.name == "bad":
+            raise ZeroDivisionError
+        return one
+
+    source = KubernetesPods(BOTH, kubernetes_client, namespace=NAMESPACE, engine="builtin", complete=complete)
+    discovery = Discovery([source])
+    looking = asyncio.ensure_future(discovery.run())
+    try:
+        await until(lambda: len(discovery.found) == 6)
+        fails = True
+        api.put("pods", engine("bad", "prefill", "10.0.2.1"))
+        sizes = set()
+        for _ in range(100):
+            sizes.add(len(discovery.found))
+            await asyncio.sleep(0.005)
+        assert sizes == {6}
+        fails = False
+        await until(lambda: len(discovery.found) == 7)
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
 
 
 async def test_an_endpoint_that_moves_between_slices_stays(api: KubernetesApi) -> None:
@@ -387,6 +495,7 @@ async def test_a_new_incarnation_at_the_same_address(api: KubernetesApi, monkeyp
 
 async def test_odd_pods_harm_nobody(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = [{"port": port} for port in ("99999", "0", "-1", "x y", "\u0661", "")]
+    odd += [{"port": "9" * 5000}]
     odd += [{"engine": "lmcache", "receiver-ports": ports} for ports in ("", "a,b", "7300,7300", "0")]
     odd += [{"chunk-size": "0"}, {"chunk-size": "16"}, {"model": "m" * 5000}, {"model": "a\nb"}, {"kv-port": "5700"}]
     for number, said in enumerate(odd):
@@ -399,7 +508,7 @@ async def test_odd_pods_harm_nobody(api: KubernetesApi, monkeypatch: pytest.Monk
     async with following(monkeypatch) as fleet:
         api.put("pods", engine("good", "decode", "10.2.0.1"))
         await until(lambda: ("good", "decode") in fleet.present)
-        assert fleet.present >= {("odd-11", "decode"), ("where-4", "prefill")}
+        assert fleet.present >= {("odd-12", "decode"), ("where-4", "prefill")}
         await asyncio.sleep(0.1)
 
 
