@@ -15,7 +15,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 
 {{- define "pdproxy.coordinator" -}}
-{{- if .Values.coordinator -}}
+{{- if eq .Values.coordinator "kubernetes" -}}
+kubernetes:///{{ include "pdproxy.name" . }}
+{{- else if .Values.coordinator -}}
 {{ .Values.coordinator }}
 {{- else if .Values.redis.enabled -}}
 redis://{{ include "pdproxy.name" . }}-redis:6379
