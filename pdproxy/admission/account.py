@@ -7,34 +7,51 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from pdproxy.admission.custody import CUSTODY_STEPS, PROOFS, Custody, Evidence, Way
 from pdproxy.admission.drain import DrainRate
+from pdproxy.admission.residency import Residency
+from pdproxy.admission.revision import ANY, Revision
 from pdproxy.errors import IllegalTransition, IntegrityError
 
-_RESERVED, _FILLING, _READY, _RETURNED = Custody.RESERVED, Custody.FILLING, Custody.READY, Custody.RETURNED
+_RESERVED: Final = Custody.RESERVED
+_FILLING: Final = Custody.FILLING
+_READY: Final = Custody.READY
+_RETURNED: Final = Custody.RETURNED
 
 
 class Place:
-    """A `Place` is an instance as the kernel knows it. `is_owner` says that the KV goes through its memory.
+    """A `Place` is an instance as the kernel knows it. `is_owner` says that the KV goes through its memory, `is_writer`
+    that it writes answers.
 
     Mutable state, which only the kernel changes: the models served (an empty set means any model); whether new attempts
-    may go there, and how many; whether the engine answers; the process there now, by its epoch, with its account.
+    may go there, and how many; whether the engine answers; the process there now, by its epoch, with its revision, its
+    account and the answers in its KV cache.
     """
 
-    def __init__(self, name: str, *, is_owner: bool, models: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, name: str, *, is_owner: bool, is_writer: bool = False, models: frozenset[str] = frozenset()
+    ) -> None:
         self.name = name
         self.is_owner = is_owner
+        self.is_writer = is_writer
+        self.serves_alone = False
+        """Tells that requests may be answered by this place alone while there is nobody on the other side."""
         self.models = models
+        self.revision: Revision = ANY
+        """The terms which the process there must have in common with its counterpart."""
         self.shape: Hashable = None
         """A value that is equal for two places where every demand takes the same number of pages at both."""
         self.is_open = False
+        self.is_expected = True
+        """Tells that it is not known yet whether this place will open in a moment."""
         self.trials: int | None = None
         """The number of attempts that may still go to the place before it closes by itself; None means any number."""
         self.is_up = False
         self.incarnation: str | None = None
         self.account: Account | None = None
+        self.residency = Residency()
         self.on_trial: dict[str, None] = {}
         """The attempts that were let in by number and have sent nothing to the place yet."""
         self.is_moved = False
@@ -42,9 +59,19 @@ class Place:
         self.watched_by: tuple[dict[Any, None], ...] = ()
         """Dicts of changed places. The place is put into each of them whenever its load changes."""
 
+    @property
+    def is_guarded(self) -> bool:
+        """Tells whether attempts wait for room in the KV cache in which this place writes answers."""
+        return self.is_writer and self.residency.limit < inf
+
+    @property
+    def is_scarce(self) -> bool:
+        """Tells whether there is anything at this place that an attempt may have to wait for."""
+        return self.account is not None or self.is_guarded
+
     def bound(self, attempt: str, num_tokens: int) -> None:
-        """Takes note that `attempt`, which prefills so many tokens, is bound to this place. A call of `unbound` follows
-        later. Must not call the kernel."""
+        """Takes note that `attempt`, of whose prompt so many tokens are read here, is bound to this place. A call of
+        `unbound` follows later. Must not call the kernel."""
 
     def unbound(self, attempt: str) -> None:
         """Takes note that `attempt` has no use for this place any more."""
@@ -237,6 +264,19 @@ class Account:
         if not self.is_sure:
             return False
         return self.held + pages <= self.limit or (self.held == 0 and pages <= self.capacity - self.foreign)
+
+    @property
+    def room(self) -> float:
+        """Returns the most pages that one lease could have now."""
+        if not self._is_limited:
+            return inf
+        if not self.is_sure:
+            return 0
+        return self.limit - self.held if self.held else max(self.limit, self.capacity - self.foreign)
+
+    def fits_beside(self, pages: int, others: int) -> bool:
+        """Tells whether so many pages are free now, and `others` besides."""
+        return not self._is_limited or (self.is_sure and self.held + pages + others <= self.limit)
 
     def excess(self, pages: int) -> int:
         """Returns how many pages must come back before `pages` are free; 0 where they are free already."""

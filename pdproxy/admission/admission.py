@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 from pdproxy.admission.account import Lease, Place
 from pdproxy.admission.custody import Custody, Evidence, Way
@@ -20,6 +20,8 @@ from pdproxy.admission.grant import Grant, Granted, OpenPlaces, Settled
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
 from pdproxy.admission.orphans import Job
+from pdproxy.admission.revision import ANY, Revision
+from pdproxy.admission.room import UNKNOWN_CACHE, KvCache, Room
 from pdproxy.errors import NotReady, ProxyError
 
 
@@ -71,6 +73,12 @@ Told = Callable[[Grant | None, ProxyError | None], object]
 """A function that is told the grant of a demand that has waited, or the error with which it was refused."""
 
 
+class Timer(Protocol):
+    """A `Timer` goes off later, unless it is cancelled before."""
+
+    def cancel(self) -> object: ...
+
+
 class Waiter:
     """A `Waiter` is one demand in line: its grant or its error, whom that is told, and its timers."""
 
@@ -81,7 +89,7 @@ class Waiter:
         self.told: Told | None = None
         self.grant: Grant | None = None
         self.error: ProxyError | None = None
-        self.timers: list[asyncio.TimerHandle] = []
+        self.timers: list[Timer] = []
 
     def result(self) -> Grant:
         """Returns the grant of a waiter that was woken. Raises the error with which it was refused."""
@@ -216,7 +224,7 @@ class Admission:
         """Frees what a grant holds, for which nothing was sent and nothing will be."""
         for lease in grant.leases:
             self.free(lease, Evidence.NEVER_SENT)
-        for place in (grant.owner, grant.peer):
+        for place in grant.places:
             place.unbound(grant.demand.attempt)
 
     def _expire(self, demand: Demand) -> None:
@@ -275,6 +283,16 @@ class Admission:
         self._carry_out()
         self.orphans_changed.set()
 
+    def reside(self, place: Place, attempt: str, room: Room) -> None:
+        """Counts an attempt at `place`, where its answer is written, which was granted elsewhere."""
+        self.kernel.reside(place, attempt, room)
+
+    def vacate(self, place: Place, attempt: str) -> None:
+        """Counts an attempt no longer at `place`, and wakes the waiters that may go then. Idempotent."""
+        if attempt in place.residency.stays:
+            self.kernel.vacate(place, attempt, self._clock())
+            self._carry_out()
+
     # ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def is_needed(self, place: Place) -> bool:
@@ -299,9 +317,10 @@ class Admission:
         self.kernel.open(place, self._clock(), trials=trials)
         self._carry_out()
 
-    def close(self, place: Place, *, until: float = inf, trials: int | None = None) -> None:
-        """Keeps new attempts from `place`, for good or until a time on the admission's clock."""
-        self.kernel.close(place, self._clock(), until=until, trials=trials)
+    def close(self, place: Place, *, until: float = inf, trials: int | None = None, is_expected: bool = False) -> None:
+        """Keeps new attempts from `place`, for good or until a time on the admission's clock; `Kernel.close` explains
+        the rest."""
+        self.kernel.close(place, self._clock(), until=until, trials=trials, is_expected=is_expected)
         self._carry_out()
 
     def move(self, old: Place, new: Place) -> None:
@@ -325,6 +344,8 @@ class Admission:
         asked_at: float,
         returned_before: int | None = None,
         lease_s: float = 0.0,
+        cache: KvCache = UNKNOWN_CACHE,
+        revision: Revision = ANY,
     ) -> None:
         """Takes note of a process's answer to a look that began at `asked_at`; `Kernel.heard` explains the numbers."""
         self.kernel.heard(
@@ -337,6 +358,8 @@ class Admission:
             returned_before=returned_before,
             lease_s=lease_s,
             now=self._clock(),
+            cache=cache,
+            revision=revision,
         )
         self._carry_out()
         self.orphans_changed.set()

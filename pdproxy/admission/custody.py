@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 
 class Custody(StrEnum):
@@ -51,7 +51,7 @@ class Evidence(StrEnum):
 
 _RESERVED, _FILLING, _READY, _ORPHANED, _RETURNED = list(Custody)[1:]
 
-PROOFS: Mapping[Custody, frozenset[Evidence]] = {
+PROOFS: Final[Mapping[Custody, frozenset[Evidence]]] = {
     Custody.NONE: frozenset(),
     _RESERVED: frozenset({Evidence.NEVER_SENT, Evidence.INCARNATION_ENDED}),
     _FILLING: frozenset({Evidence.NEVER_SENT, Evidence.ENGINE_SAID, Evidence.INCARNATION_ENDED}),
@@ -61,7 +61,7 @@ PROOFS: Mapping[Custody, frozenset[Evidence]] = {
 }
 """The evidence that brings pages back, for each state of theirs."""
 
-CUSTODY_STEPS: Mapping[Custody, frozenset[Custody]] = {
+CUSTODY_STEPS: Final[Mapping[Custody, frozenset[Custody]]] = {
     Custody.NONE: frozenset({_RESERVED}),
     _RESERVED: frozenset({_FILLING, _RETURNED}),
     _FILLING: frozenset({_READY, _ORPHANED, _RETURNED}),
@@ -72,7 +72,7 @@ CUSTODY_STEPS: Mapping[Custody, frozenset[Custody]] = {
 """The states to which each state may lead. The steps to ``RETURNED`` need evidence."""
 
 
-STEPS_TO: Mapping[Custody, tuple[Custody, ...]] = {
+STEPS_TO: Final[Mapping[Custody, tuple[Custody, ...]]] = {
     _RESERVED: (),
     _FILLING: (_FILLING,),
     _READY: (_FILLING, _READY),

@@ -9,10 +9,11 @@ per second.
 from __future__ import annotations
 
 from math import exp
+from typing import Final
 
-WINDOW_S = 30.0
+WINDOW_S: Final = 30.0
 """The seconds, counted only while pages are held, after which a measurement has faded to 1/e."""
-_NUM_PACES = 200
+_NUM_PACES: Final = 200
 """The number of paces in a window. What is measured within one pace fades together, at the pace's end."""
 
 

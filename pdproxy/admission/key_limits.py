@@ -116,9 +116,12 @@ class KeyOwner:
             requests.take(1.0)
         return Charge(self)
 
-    def reserve(self, num_tokens: int, *, is_exact: bool) -> int:
+    def reserve(self, num_tokens: int, *, is_exact: bool, num_before: int = 0) -> int:
         """Takes the tokens of a prompt. Returns how many were taken. Where they are an upper bound only, which is about
         a token per byte of text, a likely part is taken, and nothing is refused for it.
+
+        `num_before` were taken for earlier prompts of the same body. All of them count as one prompt, or a body of
+        several that is refused for the last one would be refused again whenever it comes.
 
         A prompt larger than this process's part of the limit is let through once that part is whole, and the debt is
         waited out. Raises `RateLimited`, and takes nothing, where there are too few now, or the whole limit is too low.
@@ -130,12 +133,13 @@ class KeyOwner:
             likely = max(0, min(num_tokens // BYTES_PER_TOKEN, math.floor(tokens.level)))
             tokens.take(float(likely))
             return likely
-        if num_tokens > limit:
-            raise RateLimited(
-                f"the prompt has {num_tokens} tokens, and this key may use {limit} per minute; send a shorter one"
-            )
-        if tokens.level < min(float(num_tokens), tokens.size):
-            raise self._refusal("tokens", tokens.seconds_until(float(num_tokens)), limit)
+        num_all = num_before + num_tokens
+        if num_all > limit:
+            what, instead = ("prompts have", "fewer") if num_before else ("prompt has", "a shorter one")
+            raise RateLimited(f"the {what} {num_all} tokens, and this key may use {limit} per minute; send {instead}")
+        needed = min(float(num_all), tokens.size) - num_before
+        if tokens.level < needed:
+            raise self._refusal("tokens", tokens.seconds_until(needed), limit)
         tokens.take(float(num_tokens))
         return num_tokens
 
@@ -176,7 +180,7 @@ class Charge:
 
     def reserve(self, num_tokens: int, *, is_exact: bool) -> None:
         """Reserves the tokens of a prompt, or a part where they are an upper bound. Raises `RateLimited`."""
-        self.num_reserved += self.owner.reserve(num_tokens, is_exact=is_exact)
+        self.num_reserved += self.owner.reserve(num_tokens, is_exact=is_exact, num_before=self.num_reserved)
 
     def note(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Notes what one of its prompts has used."""

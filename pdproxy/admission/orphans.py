@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from pdproxy.admission.account import Lease, Place
 from pdproxy.admission.custody import Way
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
-MAX_ERRANDS = 8
+MAX_ERRANDS: Final = 8
 """The most errands that one place is asked to do at once: an outage must not become a storm."""
 
 

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
+from typing import Final
 
-WINDOW_S = 10.0
-LEAST_RETRIES = 2.0
+WINDOW_S: Final = 10.0
+LEAST_RETRIES: Final = 2.0
 """The retries in a window below which a budget fades before it can be spent."""
 
-_NUM_PACES = 200
+_NUM_PACES: Final = 200
 """The number of paces in a window. What requests earn within one pace fades as if all had come in at the pace's
 beginning.
 """

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from pdproxy.errors import IllegalTransition
 
@@ -26,16 +27,18 @@ class BreakerState(StrEnum):
     """A few requests pass, and the first outcome decides."""
 
 
-CLOSED, OPEN, HALF_OPEN = BreakerState
+CLOSED: Final = BreakerState.CLOSED
+OPEN: Final = BreakerState.OPEN
+HALF_OPEN: Final = BreakerState.HALF_OPEN
 
-BREAKER_STEPS: Mapping[BreakerState, frozenset[BreakerState]] = {
+BREAKER_STEPS: Final[Mapping[BreakerState, frozenset[BreakerState]]] = {
     CLOSED: frozenset({OPEN}),
     # It closes at once when a new process has taken the place of the one that failed.
     OPEN: frozenset({HALF_OPEN, CLOSED}),
     HALF_OPEN: frozenset({OPEN, CLOSED}),
 }
 
-NUM_BUCKETS = 10
+NUM_BUCKETS: Final = 10
 """Number of pieces of the window; outcomes leave the window one piece at a time."""
 
 

@@ -9,15 +9,17 @@ instance.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from pdproxy.admission.account import Place
 from pdproxy.admission.admission import Admission, AdmissionStatistics
+from pdproxy.admission.revision import NAME, Revision, same
 from pdproxy.aio.deadline import Deadline, MakeError
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.engines.adapter import Adapter, MalformedReply
@@ -27,8 +29,11 @@ from pdproxy.engines.traits import KvReady, ReleaseSignal
 from pdproxy.fleet.breaker import Breaker, BreakerLimits, BreakerState
 from pdproxy.fleet.exchanges import Exchanges
 from pdproxy.fleet.hysteresis import Hysteresis
+from pdproxy.fleet.pace import Pace
 from pdproxy.fleet.page_count import Shapes, check_groups, longest_prompt
 from pdproxy.fleet.slow_start import SlowStart
+from pdproxy.kv_events.index import KvIndex, PromptBlocks, Trust
+from pdproxy.kv_events.subscriber import Subscriber
 from transfer.errors import GeometryError
 from transfer.geometry import PageGroup
 from transfer.logs import printable
@@ -36,13 +41,19 @@ from transfer.logs import printable
 OnEnded = Callable[[str, str], object]
 """A function that is told the epoch of a process that has certainly ended, and how that is known. Must not raise."""
 
-MAX_TOLD_CHARS = 1024
+MAX_TOLD_CHARS: Final = 1024
 """The most characters of a name that an engine tells: of its model, say, or of its process."""
-MAX_WHY_BYTES = 4096
-SILENT_S = 1.0
+MAX_WHY_BYTES: Final = 4096
+MARK: Final = "~"
+"""The character before the mark of a process that was told from the one before by its counts."""
+START_S = 60.0
+"""Seconds for which an instance of a fleet that starts may be away before its counterparts serve alone."""
+SILENT_S: Final = 1.0
 """Seconds without a sign of life after which work that relies on an instance that is down is cut short."""
-_FAULTS = frozenset({"failed", "timed_out"})
-_CLOSED = BreakerState.CLOSED
+ENGINE: Final = "engine"
+"""The term of a revision that holds the kind of the engine."""
+_FAULTS: Final = frozenset({"failed", "timed_out"})
+_CLOSED: Final = BreakerState.CLOSED
 
 
 class Health(StrEnum):
@@ -129,28 +140,40 @@ class Reliance:
 class Prefilling:
     """``with instance.prefilling(num_tokens) as prefilled:`` counts that many prompt tokens as queued at the instance.
 
-    They count as long as the block lasts, or until ``prefilled()`` is called. The block can be entered once.
+    They count as long as the block lasts, or until ``prefilled()`` is called. Either says that the prompt was read; a
+    block that ends with an error does not. The block can be entered once. Tokens that count because `attempt` was bound
+    to the instance are among them.
     """
 
-    __slots__ = ("_instance", "_num_tokens")
+    __slots__ = ("_attempt", "_instance", "_num_tokens")
 
-    def __init__(self, instance: Instance, num_tokens: int) -> None:
+    def __init__(self, instance: Instance, num_tokens: int, attempt: str) -> None:
         self._instance = instance
         self._num_tokens = num_tokens
+        self._attempt = attempt
 
     def __enter__(self) -> Prefilling:
-        self._instance.queue(self._num_tokens)
+        if further := self._num_tokens - self._instance.hand_over(self._attempt):
+            self._instance.queue(further)
         return self
 
     def __call__(self) -> None:
         """Takes the tokens off the queue: the prompt has been read. Idempotent."""
+        num_tokens, self._num_tokens = self._num_tokens, 0
+        self._instance.queue(-num_tokens, num_tokens)
+
+    def drop(self) -> None:
+        """Takes the tokens off the queue: the prompt has not been read, as far as is known. Idempotent."""
         num_tokens, self._num_tokens = self._num_tokens, 0
         self._instance.queue(-num_tokens)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self()
+        if kind is None:
+            self()
+        else:
+            self.drop()
 
 
 class UnlikeConfigured(MalformedReply):
@@ -164,7 +187,7 @@ class UnlikeConfigured(MalformedReply):
 
 class Instance(Place):
     """Instance is the engine that `settings` name. `is_newcomer`: it joins others that are at work, so that it starts
-    slowly.
+    slowly. `serves_alone`: requests may be answered by it alone while no instance of the other role is there.
 
     Implements `candidate.Candidate`.
     """
@@ -180,14 +203,19 @@ class Instance(Place):
         care: HealthPolicy | None = None,
         on_ended: OnEnded = lambda epoch, why: None,
         is_newcomer: bool = False,
+        serves_alone: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         care = care or HealthPolicy()
-        super().__init__(settings.name, is_owner=adapter.traits.page_owner == settings.role)
+        is_owner = adapter.traits.page_owner == settings.role
+        super().__init__(settings.name, is_owner=is_owner, is_writer=settings.role == "decode")
+        self.serves_alone = serves_alone
+        self.is_expected = not is_newcomer
         self.settings = settings
         self.role, self.url = settings.role, settings.url
         self.client = client
         self.adapter = adapter
+        self.revision = self.revision_of(None)
         self.admission = admission
         self._shapes = shapes or Shapes()
         self.on_change: Callable[[], object] = lambda: None
@@ -200,11 +228,15 @@ class Instance(Place):
         answer."""
         self.suspected = asyncio.Event()
         """Set when the instance is to be looked at now."""
+        self.kv_events: Subscriber | None = None
+        """The subscriber to its KV events, which knows what is in its prefix cache; None where it publishes none."""
         self.breaker = Breaker(settings.name, settings.role, care.breaker, clock)
         """The circuit breaker of the leg that the instance serves."""
         self.breaker.on_change = self._changed
         self.exchanges = Exchanges(settings.name)
         """Tells with which peers KV cannot be exchanged, and which side that speaks against."""
+        self.pace: Pace | None = None
+        """Tells how fast the process reads prompts, and what a handoff to it takes; None where nobody asks for that."""
         self._slow_start = care.slow_start
         self._on_ended = on_ended
         self._clock = clock
@@ -215,13 +247,16 @@ class Instance(Place):
         self.facts: EngineInfo | None = None
         self.remarks: dict[str, Any] = {}
         """The facts about the instance that other parts of the proxy add to the status page."""
-        self.heard_at = clock()
+        self.heard_at = self._since = clock()
         self.num_attempts = 0
         self.num_legs = 0
         self.queued_tokens = 0
         self._bound_tokens: dict[str, int] = {}
         self.reliances: dict[Reliance, None] = {}
         self._proven_epoch: str | None = None
+        self.is_proven_alone = False
+        """Tells that the process was proven by a request that it answered alone, and by none that brought KV."""
+        self._counts: tuple[float, ...] = ()
         # State: whether it answers, all in all; since when it is back; whether somebody has reason to doubt that it is
         # well, and whether it is being looked at because of that; whether being ready would be a return; whether it
         # shall get no new attempts.
@@ -230,11 +265,17 @@ class Instance(Place):
         self._is_doubtful = False
         self._is_examined = False
         self._is_return = is_newcomer
+        self._is_returning = False
         self.is_draining = False
 
     @property
     def is_ready(self) -> bool:
         return self.health is Health.READY
+
+    @property
+    def _is_starting(self) -> bool:
+        """Tells whether the instance may still be starting together with the proxy."""
+        return not self._is_return and self._clock() - self._since < START_S
 
     @property
     def is_routable(self) -> bool:
@@ -280,6 +321,11 @@ class Instance(Place):
             raise RuntimeError(f"{self!r} has told nothing yet")
         return self.facts
 
+    @property
+    def num_unnamed_ranks(self) -> int:
+        """The number of data-parallel ranks among which the engine itself chooses."""
+        return 1 if self.facts is None or self.settings.data_parallel_rank is not None else self.facts.num_ranks
+
     def is_same_kind(self, other: Instance) -> bool:
         """Tells whether KV pages mean the same at both: they play the same role with the same kind of engine."""
         return self.role == other.role and self.adapter.name == other.adapter.name
@@ -291,15 +337,19 @@ class Instance(Place):
     def misfit(self, other: Instance) -> str | None:
         """Returns why KV of one of them means nothing to the other; None where nothing is known that speaks against
         it."""
-        if self.facts is None or other.facts is None:
+        what = self.revision.difference(other.revision)
+        if what is None:
             return None
-        if self.adapter.name != other.adapter.name:
-            return f"it does not fit {other.name}: it is {self.adapter.name}, {other.name} is {other.adapter.name}"
-        theirs = other.facts.agreement
-        for what, value in self.facts.agreement.items():
-            if theirs.get(what, value) != value:
-                return f"it does not fit {other.name}: its {what} is {value}, {other.name}'s is {theirs[what]}"
-        return None
+        ours, theirs = self.revision.terms[what], other.revision.terms[what]
+        if what == ENGINE:
+            return f"it does not fit {other.name}: it is {ours}, {other.name} is {theirs}"
+        return f"it does not fit {other.name}: its {what} is {ours or 'none'}, {other.name}'s is {theirs or 'none'}"
+
+    def revision_of(self, facts: EngineInfo | None) -> Revision:
+        """Returns what a process with these facts must have in common with its counterparts. Before it has told any,
+        that is the kind of its engine and the operator's name of its revision."""
+        agreement = {} if facts is None else facts.agreement
+        return same(Revision({ENGINE: self.adapter.name, NAME: self.settings.revision or "", **agreement}))
 
     # ── load, as routing sees it ────────────────────────────────────────────────────────────────────────────────────
 
@@ -311,6 +361,35 @@ class Instance(Place):
     @property
     def capacity(self) -> int:
         return 0 if self.facts is None else self.facts.num_pages
+
+    @property
+    def resident_share(self) -> float:
+        """The share of the KV cache that is in use or promised; where its size is not known, the number of tokens."""
+        residency = self.residency
+        return residency.used / residency.capacity if residency.capacity else residency.used
+
+    def cached_tokens(self, prompt: PromptBlocks) -> int | None:
+        """Returns how many tokens of `prompt` the instance has in its prefix cache; None where that is not known
+        exactly."""
+        index = self._exact_index
+        return None if index is None else index.cached_tokens(prompt, self._adapter_of(prompt.model))
+
+    def has_cached(self, prompt: PromptBlocks) -> bool:
+        """Tells whether the instance is known to have all of `prompt` in its prefix cache but the last block."""
+        index = self._exact_index
+        return index is not None and index.has_all(prompt, self._adapter_of(prompt.model))
+
+    @property
+    def _exact_index(self) -> KvIndex | None:
+        """The index of the instance's prefix cache; None where that does not tell exactly what a request finds."""
+        if self.kv_events is None or not self.kv_events.index.is_exact or self.num_unnamed_ranks > 1:
+            return None
+        return self.kv_events.index
+
+    def _adapter_of(self, model: str | None) -> str:
+        """Returns the LoRA adapter that requests for `model` use; empty where they use none."""
+        cards = () if self.facts is None or model is None else self.facts.cards
+        return next((card.id for card in cards if card.id == model and card.parent is not None), "")
 
     @property
     def has_foreign_pages(self) -> bool:
@@ -349,20 +428,27 @@ class Instance(Place):
         A new epoch is a new process: its memory is empty, and it has to be proven anew. Raises `MalformedReply`, and
         changes nothing, where the facts do not fit the role or the configuration.
         """
-        place = "#".join(str(part) for part in self.settings.place if part is not None)
-        if facts.epoch is None:  # then one process there cannot be told from the next
-            facts = replace(facts, epoch=place)
+        counts = facts.counts if facts.epoch is None else ()
+        if facts.epoch is None:
+            facts = replace(facts, epoch=self._epoch_by(counts))
         elif self.adapter.traits.freed is not ReleaseSignal.SIGNALS:
             # As a rule such an epoch is a start time, which the process of another instance may share.
-            facts = replace(facts, epoch=f"{place}-{facts.epoch}")
+            facts = replace(facts, epoch=f"{self._address}-{facts.epoch}")
         self._check(facts)
+        self._counts = counts
         is_new = self.epoch != facts.epoch
         if is_new and self.is_ready:  # so that nothing is bound to an unproven process
+            self._is_returning = True
             self._become(Health.ALIVE, "it was restarted, and no canary has gone through it yet")
+            self._is_returning = False
         if is_new and self.epoch is not None:
             self._on_ended(self.epoch, f"{self.name}: it was restarted")
+            if self.kv_events is not None:
+                self.kv_events.restarted()
             self.breaker.reset()
             self.exchanges.forget()
+            if self.pace is not None:
+                self.pace.forget()
         serves_others = self.models != facts.models
         is_resized = self.capacity != facts.num_pages
         self.facts, self.heard_at = facts, self._clock()
@@ -381,6 +467,34 @@ class Instance(Place):
             self._become(Health.ALIVE, "no canary has gone through it yet")
         self.on_news()
 
+    @property
+    def _address(self) -> str:
+        """The part of an epoch that no instance elsewhere shares."""
+        return "#".join(str(part) for part in self.settings.place if part is not None)
+
+    def _epoch_by(self, counts: tuple[float, ...]) -> str:
+        """Returns an epoch for the process that has counted so far, and says nothing else that tells it from others.
+
+        It is the process of before, unless all that had been counted is less now. (After a restart it is nothing at
+        all, until the first request. One count alone might have been read while it was written.) The first process
+        that an observer sees has no mark, so that all observers have one epoch for it.
+        """
+        before = zip(self._counts, counts, strict=False)
+        fell = [now < then for then, now in before if then > 0]
+        if fell and all(fell):
+            return f"{self._address}{MARK}{secrets.token_hex(4)}"
+        known = self.epoch or self.incarnation
+        return known if known is not None and self._is_marked(known) else self._address
+
+    def _is_marked(self, epoch: str) -> bool:
+        return epoch.startswith(self._address + MARK)
+
+    def is_another(self, now: str | None, then: str | None) -> bool:
+        """Tells whether the process `now`, of an observer's last word, is certainly not the process `then`, of which
+        this observer or one before it has told. An observer cannot tell of the first process that it sees whether one
+        before it had seen that process already."""
+        return now != then and not (now == self._address and then is not None and self._is_marked(then))
+
     def _tell_admission(self, facts: EngineInfo, look: Look) -> None:
         assert facts.epoch is not None
         self.admission.heard(
@@ -392,19 +506,37 @@ class Instance(Place):
             asked_at=look.asked_at,
             returned_before=look.returned_before,
             lease_s=self.adapter.traits.lease_s,
+            cache=facts.cache,
+            revision=self.revision_of(facts),
         )
 
-    def proven(self) -> None:
-        """Notes that a request went through the instance, which stays true as long as its process lives."""
-        self._proven_epoch = self.epoch
+    def proven(self, *, is_alone: bool = False) -> None:
+        """Notes that a request went through the instance, which stays true as long as its process lives. `is_alone`:
+        without a counterpart, so that nothing is known of its KV's way."""
+        self._proven_epoch, self.is_proven_alone = self.epoch, is_alone
         self._become_ready()
+        self.on_news()
 
-    def proven_before(self, epoch: str) -> None:
-        """Notes that another proxy has seen a request go through the process `epoch`, which may be there now."""
+    def disproven(self, why: str) -> None:
+        """Notes that the instance, which was proven alone, cannot exchange KV with a counterpart that can with
+        others."""
+        self._proven_epoch = None
+        self._become(Health.ALIVE, why)
+
+    def proven_before(self, epoch: str, *, is_alone: bool = False) -> None:
+        """Notes that another proxy has seen a request go through the process `epoch`, which may be there now. For
+        `is_alone`, see `proven`."""
         if not self.is_ready:
-            self._proven_epoch = epoch
+            self._proven_epoch, self.is_proven_alone = epoch, is_alone
             if self.epoch == epoch and self.health is Health.ALIVE:
                 self._become_ready()
+
+    def no_longer_expected(self) -> None:
+        """Notes that the instance has had its time to become ready. While it is not, its counterparts may serve
+        alone."""
+        if self.is_expected and not self.is_ready and not self._is_starting:
+            self.admission.close(self)
+            self.on_news()
 
     def missed(self, why: str) -> None:
         """Notes that the instance did not answer in time. That happens; if it goes on, the instance is down."""
@@ -492,11 +624,13 @@ class Instance(Place):
     # ── work ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def bound(self, attempt: str, num_tokens: int) -> None:
-        """Counts an attempt that was bound to the instance and will call `unbound`. At a prefiller its tokens count as
-        queued from now on, so that not all who are granted at once go to one: until its leg, which counts them itself,
-        or its end."""
+        """Counts an attempt that was bound to the instance and will call `unbound`. The tokens that it is to read there
+        count as queued from now on, so that not all who are granted at once go to one: until its leg, which counts them
+        itself, or its end."""
         self.num_attempts += 1
-        if num_tokens and self.role == "prefill":
+        if self.pace is not None:
+            self.pace.residents_changed(self.residency.tokens, self._clock())
+        if num_tokens:
             self._bound_tokens[attempt] = num_tokens
             self.loaded(0, num_tokens)
 
@@ -513,6 +647,10 @@ class Instance(Place):
         """Notes that `attempt` is over; the reaper takes care of what it has left behind."""
         self.num_attempts -= 1
         self._unqueue(attempt)
+        if self.pace is not None and (stay := self.residency.stays.get(attempt)) is not None:
+            # Before another answer gets that room at once.
+            self.pace.residents_changed(self.residency.tokens - stay.tokens, self._clock(), stay.tokens)
+        self.admission.vacate(self, attempt)
         super().unbound(attempt)
         if self.trials is not None:
             self._refresh()
@@ -540,23 +678,40 @@ class Instance(Place):
         elif outcome == "not_tried":
             self.breaker.not_tried(era)
 
-    def prefilling(self, num_tokens: int) -> Prefilling:
-        """Returns a block for a ``with``: so many prompt tokens count as queued here as long as it lasts, or until what
-        it yields is called."""
-        return Prefilling(self, num_tokens)
+    def prefilling(self, num_tokens: int, attempt: str = "") -> Prefilling:
+        """Returns a block for a ``with``: so many prompt tokens of `attempt` count as queued here as long as it lasts,
+        or until what it yields is called."""
+        return Prefilling(self, num_tokens, attempt)
 
-    def queue(self, num_tokens: int) -> None:
-        """Adds `num_tokens` prompt tokens, or takes them off where negative, to those that wait for prefill;
-        `Prefilling` calls it."""
-        self.loaded(0, num_tokens)
+    def queue(self, num_tokens: int, num_read: int = 0) -> None:
+        """Adds `num_tokens` prompt tokens, or takes them off where negative, to those that wait for prefill; `num_read`
+        of them have been read. `Prefilling` calls it."""
+        self.loaded(0, num_tokens, num_read)
 
-    def loaded(self, num_legs: int, num_tokens: int) -> None:
-        """Adds legs, and prompt tokens that wait for prefill, or takes them off where negative. The breaker is told of
-        legs by whoever counts them so."""
+    def loaded(self, num_legs: int, num_tokens: int, num_read: int = 0) -> None:
+        """Adds legs, and prompt tokens that wait for prefill, or takes them off where negative; `num_read` of them have
+        been read. The breaker is told of legs by whoever counts them so."""
         self.num_legs += num_legs
         self.queued_tokens += num_tokens
+        if self.pace is not None and (num_tokens or num_read):
+            self.pace.queue_changed(self.queued_tokens, num_read, self._clock())
         if self.watched_by:
             self.touch()
+
+    @property
+    def read_tokens_per_s(self) -> float | None:
+        """The prompt tokens that the process reads per second, as measured; None where nobody knows."""
+        return None if self.pace is None else self.pace.tokens_per_s(self._clock())
+
+    @property
+    def handoff_s(self) -> float | None:
+        """The seconds from a prefill's end to this decoder's first token, as measured; None where nobody knows."""
+        return None if self.pace is None else self.pace.handoff_s(self._clock())
+
+    def handed_over(self, num: int, seconds: float) -> None:
+        """Notes `num` handoffs to this decoder, which took so many seconds together; `Pace` explains them."""
+        if self.pace is not None:
+            self.pace.handed_over(num, seconds, self._clock())
 
     def status(self) -> dict[str, Any]:
         """Returns what the status page shows of the instance."""
@@ -574,9 +729,12 @@ class Instance(Place):
             "breaker": self._breaker_status(),
             "epoch": self.epoch,
             "models": sorted(self.models),
+            "revision": self.revision.label,
             "legs": self.num_legs,
             "queued_tokens": self.queued_tokens,
         }
+        if self.settings.data_parallel_rank is not None:
+            told["data_parallel_rank"] = self.settings.data_parallel_rank
         if facts is not None and self.is_owner:
             told |= {
                 "page_bytes": facts.page_bytes,
@@ -586,7 +744,41 @@ class Instance(Place):
                 "windowed": facts.windowed,
                 "page_groups": [_group_status(group) for group in facts.groups],
             }
-        return told | self.remarks | self._pages_status()
+        if self.is_writer:
+            told |= self._residency_status()
+        return (
+            told | self._pace_status() | {"kv_events": self._kv_events_status()} | self.remarks | self._pages_status()
+        )
+
+    def _pace_status(self) -> dict[str, Any]:
+        """Returns what was measured of its speed, as far as that is known."""
+        tokens_per_s, handoff_s = self.read_tokens_per_s, self.handoff_s
+        told: dict[str, Any] = {}
+        if tokens_per_s is not None:
+            told["read_tokens_per_s"] = round(tokens_per_s, 1)
+        if handoff_s is not None:
+            told["handoff_s"] = round(handoff_s, 4)
+        return told
+
+    def _kv_events_status(self) -> dict[str, Any]:
+        if self.kv_events is None:
+            return {"state": Trust.OFF.value, "why": "no kv_events address is configured"}
+        status = self.kv_events.index.status()
+        if self.num_unnamed_ranks > 1 and status["state"] == Trust.EXACT.value:
+            why = f"{self.num_unnamed_ranks} data-parallel ranks are behind its address, and the engine chooses one"
+            status |= {"state": Trust.APPROXIMATE.value, "why": why}
+        return status | {"why": printable(status["why"], MAX_WHY_BYTES)}
+
+    def _residency_status(self) -> dict[str, Any]:
+        residency = self.residency
+        told: dict[str, Any] = {
+            "resident_tokens": residency.used,
+            "shared_tokens": residency.shared,
+            "foreign_tokens": residency.foreign,
+        }
+        if residency.capacity is not None:
+            told["kv_cache_tokens"] = residency.capacity
+        return told
 
     def _breaker_status(self) -> dict[str, Any]:
         statistics = asdict(self.breaker.statistics())
@@ -642,7 +834,9 @@ class Instance(Place):
         """Tells the admission whether new attempts may come here."""
         breaker = self.breaker
         if not self.is_ready or self.is_draining:
-            self.admission.close(self)
+            may_come = self.health in (Health.UNKNOWN, Health.ALIVE) or self._is_starting
+            is_expected = (self.is_expected or self._is_returning) and may_come and not self.is_draining
+            self.admission.close(self, is_expected=is_expected)
         elif breaker.state is _CLOSED:
             self.on_trial.clear()  # whose legs vote in no later era
             self.admission.open(self)

@@ -8,17 +8,18 @@ size, a prompt is a page.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Final
 
 from pdproxy.engines.adapter import Adapter
 from pdproxy.engines.info import EngineInfo
 from transfer.errors import GeometryError
 from transfer.geometry import KINDS, PageGroup, max_prompt_tokens, most_pages, num_pages
 
-_ALIKE = (PageGroup("full", 0),)
-_WINDOWED_KINDS = ("sliding", "chunked")
+_ALIKE: Final = (PageGroup("full", 0),)
+_WINDOWED_KINDS: Final = ("sliding", "chunked")
 
 
-MAX_SHAPES = 1024
+MAX_SHAPES: Final = 1024
 """The number of shapes that are remembered, however often engines change their sizes."""
 
 

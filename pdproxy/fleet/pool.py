@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.grant import OpenPlaces
+from pdproxy.admission.revision import Revision
 from pdproxy.config.values import Role
 from pdproxy.errors import InvalidRequest, ModelNotFound, NotReady
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.wanted import Wanted
 from pdproxy.openai.answer import ModelCard
 
-MAX_NAMED = 3
+log = logging.getLogger(__name__)
+
+MAX_MODELS: Final = 1024
+"""The most models of which it is kept who serves them; clients may make up any names."""
+MAX_LOGGED: Final = 100
+"""The most models of which the log says that one role answers alone."""
+MAX_NAMED: Final = 3
 """The most instances that an error names."""
-ROLES: tuple[Role, ...] = ("prefill", "decode")
-MIN_RETRY_AFTER_S = 1.0
-RETRY_AFTER_S = 5.0
+ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
+MIN_RETRY_AFTER_S: Final = 1.0
+RETRY_AFTER_S: Final = 5.0
 
 
 class Pool:
     """Pool holds the instances, in the order in which they came. All of them have the same `admission`.
 
     Mutable state: those that belong to the fleet, by name; those taken out of it that still have work under way (a name
-    may be used again by then).
+    may be used again by then); who serves a model, as long as nothing changes; the models that one role answers alone,
+    for the log.
     """
 
     def __init__(self, admission: Admission, instances: Iterable[Instance] = ()) -> None:
         self.admission = admission
         self._members: dict[str, Instance] = {}
         self._leaving: list[Instance] = []
+        self._serving: dict[str | None, tuple[OpenPlaces, list[Instance]]] = {}
+        self._alone: set[str | None] = set()
+        self.knows_caches = False
+        """Tells that what some instance has in its prefix cache is followed."""
         self.wanted = Wanted(admission.now)
         """The models for which requests found too few instances."""
         self.changed = asyncio.Event()
@@ -98,11 +112,7 @@ class Pool:
         An instance may have been silent until the leases of its orphans were over. Those orphans belong to nobody any
         more: if its process lives, it has dropped them, or will before it answers anybody.
         """
-        idle = [
-            one
-            for one in self._leaving
-            if (one.is_idle or (one.is_silent and one.num_attempts == 0)) and not self.admission.is_needed(one)
-        ]
+        idle = [one for one in self._leaving if self.is_over(one)]
         if idle:
             self._leaving = [instance for instance in self._leaving if instance not in idle]
             for instance in idle:
@@ -112,8 +122,25 @@ class Pool:
             self.on_membership()
         return idle
 
+    def is_over(self, instance: Instance) -> bool:
+        """Tells whether nothing is under way or held at the instance, and nobody needs it to get pages back."""
+        is_idle = instance.is_idle or (instance.is_silent and instance.num_attempts == 0)
+        return is_idle and not self.admission.is_needed(instance)
+
     def _has_changed(self) -> None:
+        self._serving.clear()
         self.on_change()
+
+    def serving(self, model: str | None) -> Sequence[Instance]:
+        """Returns the instances of the fleet that serve `model`, whether they can be asked now or not."""
+        found = self.admission.open_places(model)  # which is another object once an instance serves other models
+        known = self._serving.get(model)
+        if known is None or known[0] is not found:
+            if len(self._serving) >= MAX_MODELS:
+                self._serving.clear()
+            known = found, [one for one in self._members.values() if one.serves(model)]
+            self._serving[model] = known
+        return known[1]
 
     # ── who may be asked ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -128,13 +155,30 @@ class Pool:
             return found
         try:
             self.check_named(model)
-            for role in ROLES:
-                self.ready(role, model)
+            if not found.alone:
+                prefillers, decoders = (self.ready(role, model) for role in ROLES)
+                if not _have_pair(prefillers, decoders):
+                    message = "no prefill and decode instance that fit each other are ready"
+                    raise NotReady(message, retry_after_s=RETRY_AFTER_S)
         except (NotReady, ModelNotFound):  # an instance that has not answered yet may serve any model
             self.wanted.note(model)
             raise
         found.is_checked = True
+        self._tell_alone(model, found)
         return found
+
+    def _tell_alone(self, model: str | None, found: OpenPlaces) -> None:
+        """Logs that instances of one role answer alone from now on, or no longer, when a request meets it."""
+        is_alone = bool(found.alone)
+        if is_alone is (model in self._alone):
+            return
+        about = "requests" if model is None else f"requests for {model!r}"
+        if not is_alone:
+            self._alone.discard(model)
+            log.warning("%s go through both roles again", about)
+        elif len(self._alone) < MAX_LOGGED:
+            self._alone.add(model)
+            log.warning("%s are answered by %s and others of its role alone", about, found.alone[0].name)
 
     def ready(self, role: Role, model: str | None = None) -> list[Instance]:
         """Returns the instances of `role` that can take a request for `model`. Raises `ModelNotFound`, `NotReady`."""
@@ -156,31 +200,59 @@ class Pool:
             raise NotReady(message, retry_after_s=max(MIN_RETRY_AFTER_S, left_s))
         return closed
 
-    def has_other(self, name: str, model: str | None, avoid: frozenset[str]) -> bool:
-        """Tells whether an instance of the same role that is not in `avoid` could take over from `name`."""
+    def has_other(
+        self,
+        name: str,
+        model: str | None,
+        avoid: frozenset[str],
+        text_terms: tuple[tuple[str, str], ...] | None = None,
+    ) -> bool:
+        """Tells whether an instance of the same role that is not in `avoid` could take over from `name`, together with
+        a counterpart that fits it. With `text_terms`, only one of a revision with these terms could."""
         asked = self.find(name)
-        return asked is not None and any(
-            instance.is_routable and instance.serves(model) and instance.name not in avoid
-            for instance in self.of_role(asked.role)
-        )
+        if asked is None:
+            return False
+        able = self._able(model, text_terms)
+        others = [one for one in able if one.role == asked.role and one.name not in avoid]
+        if alone := self.admission.open_places(model).alone:
+            return any(one in alone for one in others)
+        return _have_pair(others, [one for one in able if one.role != asked.role])
+
+    def goes_on(self, model: str | None, text_terms: tuple[tuple[str, str], ...] | None) -> bool:
+        """Tells whether there is a pair that could go on with an answer which a revision with these terms began, or
+        one that serves alone now."""
+        able = self._able(model, text_terms)
+        if alone := self.admission.open_places(model).alone:
+            return any(one in alone for one in able)
+        return _have_pair(*([one for one in able if one.role == role] for role in ROLES))
+
+    def _able(self, model: str | None, text_terms: tuple[tuple[str, str], ...] | None) -> list[Instance]:
+        return [
+            one
+            for one in self._members.values()
+            if one.is_routable and one.serves(model) and text_terms in (None, one.revision.text_terms)
+        ]
 
     @property
     def is_ready(self) -> bool:
         """Tells whether a request would find an instance for each of its halves, and somebody who admits it."""
         if not self.admission.has_leader:
             return False
-        prefill, decode = ([one.models for one in self.of_role(role) if one.is_routable] for role in ROLES)
-        if not all(prefill) or not all(decode):  # an instance that names no models is taken to serve any
-            return bool(prefill and decode)
-        return not frozenset[str]().union(*prefill).isdisjoint(frozenset[str]().union(*decode))
+        prefillers, decoders = ([one for one in self.of_role(role) if one.is_routable] for role in ROLES)
+        if _have_pair(prefillers, decoders):
+            return True
+        models = frozenset[str]().union(*(one.models for one in (*prefillers, *decoders)))
+        return any(self.admission.open_places(model).alone for model in models or (None,))
 
     def models(self) -> list[str]:
-        """Returns the names that both a ready prefiller and a ready decoder know, sorted."""
-        names = [
+        """Returns the names that both a ready prefiller and a ready decoder know, or one of them that serves alone now;
+        sorted."""
+        prefilled, decoded = (
             set[str]().union(*(instance.models for instance in self.of_role(role) if instance.is_ready))
             for role in ROLES
-        ]
-        return sorted(set.intersection(*names))
+        )
+        alone = {name for name in prefilled ^ decoded if self.admission.open_places(name).alone}
+        return sorted((prefilled & decoded) | alone)
 
     def card(self, name: str) -> dict[str, Any]:
         """Returns what the ready instances tell of a model, where they tell it: ``max_model_len``, the smallest one in
@@ -210,8 +282,14 @@ class Pool:
 
     def status(self) -> list[dict[str, Any]]:
         """Returns the status of each instance of the fleet, then of those that are leaving it."""
-        leaving = [instance.status() | {"leaving": True} for instance in self._leaving]
-        return [*(instance.status() for instance in self._members.values()), *leaving]
+        ready = Counter((one.role, one.models, one.revision) for one in self._members.values() if one.is_ready)
+        told = [
+            instance.status() | {"counterparts": _num_counterparts(instance, ready)}
+            for instance in (*self._members.values(), *self._leaving)
+        ]
+        for one in told[len(self._members) :]:
+            one["leaving"] = True
+        return told
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when the pages of a decoder do not add up."""
@@ -221,3 +299,27 @@ class Pool:
         num_ready = sum(instance.is_ready for instance in self._members.values())
         leaving = f", {len(self._leaving)} leaving" if self._leaving else ""
         return f"<Pool {num_ready} of {len(self._members)} ready{leaving}>"
+
+
+def _have_pair(ones: Iterable[Instance], others: Iterable[Instance]) -> bool:
+    """Tells whether one of `ones` and one of `others`, which have another role, could serve a request together."""
+    kinds = {(other.models, other.revision) for other in others}
+    return any(
+        _share(one.models, models) and one.revision.fits(revision)
+        for one in {(one.models, one.revision): one for one in ones}.values()
+        for models, revision in kinds
+    )
+
+
+def _num_counterparts(instance: Instance, ready: Counter[tuple[Role, frozenset[str], Revision]]) -> int:
+    """Returns with how many ready instances this one could serve requests."""
+    return sum(
+        number
+        for (role, models, revision), number in ready.items()
+        if role != instance.role and _share(instance.models, models) and instance.revision.fits(revision)
+    )
+
+
+def _share(models: frozenset[str], others: frozenset[str]) -> bool:
+    """Tells whether there is a model in both. An instance that names no models is taken to serve any."""
+    return not models or not others or not models.isdisjoint(others)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -32,6 +32,8 @@ EAGER_S = 0.5
 """Seconds between two looks at an instance that is not ready yet, or did not answer just now: then seconds matter."""
 LATELY_S = 15.0
 """Seconds after an instance's last change, during which it is looked at as often as it may be: it may be restarting."""
+EXPECTED_S = 2.0
+"""Seconds that the canary of a restarted instance may take before the instance's counterparts serve alone."""
 GROWTH = 1.0
 """Seconds by which the pause between two looks grows for every second after that, where many instances are not
 ready."""
@@ -59,8 +61,8 @@ STALL_SHARE = 0.2
 Compare = Callable[[Instance], Awaitable[None]]
 """A function that looks at an instance's tokenizer. Does not raise for what the instance does."""
 Prove = Callable[[Instance, Instance], Awaitable[None]]
-"""A function that sends a tiny request through a prefiller and a decoder, in this order. Raises an error where it
-fails."""
+"""A function that sends a tiny request through a prefiller and a decoder, in this order, or to one instance that stands
+for both. Raises an error where it fails."""
 
 
 async def _compare_nothing(instance: Instance) -> None:
@@ -125,12 +127,13 @@ class Probe:
         self._stalled_s = stalled_s
         self._rng = rng or random.Random()
         # State: who is watched, and how to stop it; who of them is not ready, as of its last look; who of these is
-        # between two looks, and since when, the longest first; whose turn it is to be a canary's other end; who is
-        # being proven by one, and the event of its end.
+        # between two looks, and since when, the longest first; whose turn it is to be a canary's other end; whether
+        # there may be several kinds of engines; who is being proven by a canary, and the event of its end.
         self._watched: dict[Instance, anyio.CancelScope] = {}
         self._unready: set[Instance] = set()
         self._resting: dict[Instance, float] = {}
         self._turn = 0
+        self._has_kinds = True
         self._on_trial: dict[Instance, anyio.Event] = {}
 
     async def run(self) -> None:
@@ -222,6 +225,7 @@ class Probe:
     def _follow(self, watchers: TaskGroup) -> None:
         """Starts a watcher for each instance that has none, and stops those of instances that are gone."""
         present = dict.fromkeys([*self._pool.instances, *self._pool.leaving])
+        self._has_kinds = len({instance.adapter.name for instance in present}) > 1
         for instance in [instance for instance in self._watched if instance not in present]:
             self._forget(instance).cancel()
         for instance in [instance for instance in present if instance not in self._watched]:
@@ -241,6 +245,7 @@ class Probe:
             while True:
                 self._resting.pop(instance, None)
                 was_asked = await self.look(instance)
+                instance.no_longer_expected()
                 instance.examined()
                 if instance.health is not was or instance.is_doubted:
                     was, since = instance.health, anyio.current_time()
@@ -316,6 +321,16 @@ class Probe:
         if instance.epoch != was:
             log.info("%s: %s, epoch %s", instance.name, instance.url, instance.epoch)
             self._compare(instance)
+            if (num_ranks := instance.num_unnamed_ranks) > 1:
+                log.warning(
+                    "%s has %d data-parallel ranks, and is one instance here; give it data_parallel_size = %d, "
+                    "or --%s-data-parallel-size %d, so that each is an instance with pages of its own",
+                    instance.name,
+                    num_ranks,
+                    num_ranks,
+                    instance.role,
+                    num_ranks,
+                )
 
     async def _get(self, instance: Instance, path: str) -> bytes:
         status, body = await instance.client.get(path, timeout_s=self._timeout_s)
@@ -347,49 +362,79 @@ class Probe:
         if instance in self._on_trial:
             await self._on_trial[instance].wait()
             return
-        if instance.health is not Health.ALIVE or self._is_kept_back(instance):
+        try:
+            await self._prove_ready(instance)
+        finally:
+            instance.no_longer_expected()
+
+    async def _prove_ready(self, instance: Instance) -> None:
+        is_alone = instance.is_ready and instance.is_proven_alone
+        if not (instance.health is Health.ALIVE or is_alone) or self._is_kept_back(instance):
             return
         if self._prove is None:
             self._now_ready(instance)
             return
         partner = self._partner(instance)
+        if partner is None and not is_alone and self._is_left_alone(instance):
+            partner = instance
         if partner is None or not (instance.grants and partner.grants):
             return
         ended = anyio.Event()
         on_trial = {one: ended for one in (instance, partner) if not one.is_ready}
         self._on_trial |= on_trial
+        loop = asyncio.get_running_loop()
+        timers = [loop.call_later(EXPECTED_S, one.no_longer_expected) for one in on_trial]
         try:
             await self._fly_canary(instance, partner, self._prove)
         finally:
+            for timer in timers:
+                timer.cancel()
             for one in on_trial:
                 del self._on_trial[one]
             ended.set()
 
+    def _is_left_alone(self, instance: Instance) -> bool:
+        """Tells whether the instance has to serve alone, because no counterpart is there nor may come in a moment."""
+        others = [one for one in self._pool.instances if one.role != instance.role]
+        is_without = next(self._counterparts(instance), None) is None
+        return instance.serves_alone and is_without and not any(one.is_expected for one in others)
+
     def _is_kept_back(self, instance: Instance) -> bool:
-        """Tells whether the instance must not become ready yet, because it does not fit some instance that is at work.
-        While none is at work, it is kept back where it fits none of the counterparts that it could have."""
-        peers = [other for other in self._answering(instance) if other.is_ready]
-        misfits = [instance.misfit(other) for other in peers or self._counterparts(instance)]
-        why = next(filter(None, misfits), None)
-        if why is None or (not peers and None in misfits):
-            return False
+        """Tells whether the instance must not become ready yet: because others of its model that are at work are of
+        another kind, or because counterparts answer and it fits none of them. Then it waits for the first one of its
+        own revision."""
+        unlike = self._unlike(instance)
+        if unlike is not None:
+            why = str(instance.misfit(unlike))
+        else:
+            misfits = (instance.misfit(other) for other in self._counterparts(instance))
+            misfit = next(misfits, None)
+            if misfit is None or None in misfits:  # the first one that fits is enough: there may be thousands
+                return False
+            counterpart = "decoder" if instance.role == "prefill" else "prefiller"
+            why = f"it waits for a {counterpart} of its revision; {misfit}"
         if why != instance.why:
             log.warning("%s is kept back: %s", instance.name, why)
         instance.why = why
         return True
 
-    def _answering(self, instance: Instance) -> list[Instance]:
-        """Returns the other instances of its model that answer."""
-        return [
-            other
-            for other in self._pool.instances
-            if other is not instance
-            and other.health in (Health.ALIVE, Health.READY)
-            and (not other.models or not instance.models or other.models & instance.models)
-        ]
+    def _unlike(self, instance: Instance) -> Instance | None:
+        """Returns an instance of its model that is at work and of another kind; None where there is none."""
+        if not self._has_kinds:
+            return None
+        name = instance.adapter.name
+        others = (one for one in self._pool.instances if one.adapter.name != name and one.is_ready)
+        return next((other for other in others if _have_model(instance, other)), None)
 
-    def _counterparts(self, instance: Instance) -> list[Instance]:
-        return [other for other in self._answering(instance) if other.role != instance.role]
+    def _counterparts(self, instance: Instance) -> Iterator[Instance]:
+        """Yields the instances of the other role that answer and serve a model of its own."""
+        for other in self._pool.instances:
+            if (
+                other.role != instance.role
+                and other.health in (Health.ALIVE, Health.READY)
+                and _have_model(instance, other)
+            ):
+                yield other
 
     def _partner(self, instance: Instance) -> Instance | None:
         """Returns a counterpart that answers and fits, a ready one if there is any; None where there is none. Each call
@@ -413,21 +458,24 @@ class Probe:
             pass  # the proxy's own fault, or it leads no more: that says nothing of the pair
         except (ProxyError, EngineReply, TimeoutError) as error:
             says = f" ({error.engine_says})" if isinstance(error, LegFailed) and error.engine_says else ""
-            why = f"a canary from {prefiller.name} to {decoder.name} failed: {str(error) or 'it took too long'}{says}"
+            way = f"to {decoder.name}" if prefiller is decoder else f"from {prefiller.name} to {decoder.name}"
+            why = f"a canary {way} failed: {str(error) or 'it took too long'}{says}"
             if why != instance.why:
                 log.warning("%s: %s", instance.name, why)
             instance.why = why
+            if instance.is_ready and partner.is_ready:
+                instance.disproven(why)
         else:
             for proven, epoch in epochs.items():
-                # The instance may have been restarted since, or others that it does not fit may be at work by now.
+                # The instance may have been restarted since, or others of another kind may be at work by now.
                 if proven.epoch == epoch and not self._is_kept_back(proven):
-                    self._now_ready(proven)
+                    self._now_ready(proven, is_alone=instance is partner)
 
-    def _now_ready(self, instance: Instance) -> None:
+    def _now_ready(self, instance: Instance, *, is_alone: bool = False) -> None:
         was_ready = instance.is_ready
-        instance.proven()
+        instance.proven(is_alone=is_alone)
         if instance.is_ready and not was_ready:
-            log.info("%s is ready", instance.name)
+            log.info("%s is ready%s", instance.name, " to serve alone" * is_alone)
 
 
 def _reason(body: bytes) -> str:
@@ -437,6 +485,11 @@ def _reason(body: bytes) -> str:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     return f": {reason[:MAX_REASON_CHARS]}" if reason else ""
+
+
+def _have_model(one: Instance, other: Instance) -> bool:
+    """Tells whether there is a model that both serve, as far as they tell."""
+    return not other.models or not one.models or not other.models.isdisjoint(one.models)
 
 
 def _could_serve(instance: Instance, model: str | None) -> bool:

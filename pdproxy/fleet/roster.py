@@ -8,10 +8,10 @@ an engine that is ready and gets none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.instances import InstanceSettings, in_role
 from pdproxy.errors import InvalidRequest
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool
@@ -31,10 +31,16 @@ class Entry:
     def name(self) -> str:
         return self.settings.name
 
+    def ranks(self) -> Iterator[Entry]:
+        """Yields the instances that this one stands for: one for each data-parallel rank."""
+        for settings in self.settings.ranks():
+            yield replace(self, settings=settings)
+
 
 class Roster:
     """Roster puts into the fleet what `origin` wants, and takes out what it does not want any more. Instances which
-    others have added, by hand or from another source, are left alone.
+    others have added, by hand or from another source, are left alone. A role that an instance was given while it runs
+    stays until the source wants the instance otherwise than before, or no longer.
 
     Mutable state: what is wanted and what of it is done, by name; what could not be done so far, and was told.
     """
@@ -70,16 +76,34 @@ class Roster:
         """Removes the instances that are not wanted any more, or not as they are; then adds the new ones. One that
         cannot be added yet is tried again with the next call."""
         for name in [name for name, one in self._done.items() if self._wanted.get(name) != one]:
-            instance = self._pool.find(name)
-            if instance is not None and instance.settings == self._done[name].settings:
+            instance, done = self._pool.find(name), self._done[name].settings
+            if instance is not None and in_role(instance.settings, done.role) == done:  # its role may have changed
                 self._membership.retire(name)
             del self._done[name]
-        for name in [name for name in self._wanted if name not in self._done]:
-            self._add(self._wanted[name])
+        self._add_all([one for name, one in self._wanted.items() if name not in self._done])
 
-    def _add(self, one: Entry) -> None:
+    def _add_all(self, entries: Sequence[Entry]) -> None:
+        """Adds those that can be. A check looks at the whole fleet, so one is made for all of them, and for halves
+        where something is wrong with one."""
+        if not entries:
+            return
         try:
-            self._membership.add(one.settings)
+            self._membership.check([one.settings for one in entries])
+        except InvalidRequest:
+            if len(entries) > 1:
+                middle = len(entries) // 2
+                self._add_all(entries[:middle])
+                self._add_all(entries[middle:])
+                return
+            is_checked = False
+        else:
+            is_checked = True
+        for one in entries:
+            self._add(one, is_checked=is_checked)
+
+    def _add(self, one: Entry, *, is_checked: bool) -> None:
+        try:
+            self._membership.add(one.settings, is_checked=is_checked)
         except InvalidRequest as error:
             if one.name not in self._told:
                 log.warning("%s: %r cannot be added yet: %s", self._origin, one.name, error)

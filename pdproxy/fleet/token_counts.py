@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Final
 
 from pdproxy.engines.adapter import Adapter, Call, MalformedReply
 from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, LocalFault
@@ -26,22 +26,22 @@ from pdproxy.tokens.lru import LruCache
 from pdproxy.tokens.prompt_size import PromptSize
 from transfer.logs import printable
 
-ASK_S = 10.0
+ASK_S: Final = 10.0
 """Seconds that one answer may take. An engine tokenizes a million tokens in two or three seconds."""
-NUM_ASKED = 2
+NUM_ASKED: Final = 2
 """Number of instances that are asked before the proxy gives up getting an answer."""
-KEPT_BYTES = 16 << 20
+KEPT_BYTES: Final = 16 << 20
 KEPT_S = 30.0
-UNCERTAIN_TOKENS = 256
+UNCERTAIN_TOKENS: Final = 256
 """Tokens that are added to a count, as room for what ``/tokenize`` may leave out of a chat."""
 TRAITS_S = 0.25
 """Seconds for which the facts about a model's engines are used before they are looked up anew."""
 MAX_MODELS = 1024
 """Number of model names for which something is remembered; clients may make up any names."""
-_BYTES_PER_ID = 40
-_REFUSALS = (400, 422)
+_BYTES_PER_ID: Final = 40
+_REFUSALS: Final = (400, 422)
 """Statuses with which an engine refuses a prompt. Other statuses speak of the endpoint, or of the engine."""
-_UNKNOWN = (404, 405, 501)
+_UNKNOWN: Final = (404, 405, 501)
 """Statuses which say that there is no such endpoint, or none for this model; the engine is not asked again for a
 while."""
 
@@ -83,6 +83,13 @@ class _Traits:
     prefiller: Adapter | None
     """The adapter of one of the prefillers; None where there are none."""
     frame: ChatFrame
+    is_followed: bool
+    """True where it is known exactly what some engine has in its prefix cache."""
+    is_mixed: bool
+    """True where engines of several revisions are ready, so that ids which one of them tells may mean other tokens to
+    another."""
+    text_key: bytes
+    """A digest of what these revisions are."""
 
 
 class TokenCounts:
@@ -90,7 +97,8 @@ class TokenCounts:
 
     `take_ids` names the kinds of engines that are given ids.
 
-    Mutable state: what was seen of each instance's tokenizer; answers that are kept; calls under way, by what they ask;
+    Mutable state: what was seen of each instance's tokenizer, and at how many of these it is time to forget those of
+    instances that have gone; answers that are kept; calls under way, by what they ask;
     until when instances that do not tell are not asked again; whose turn it is; what the engines of a model are like,
     and since when that is known.
     """
@@ -102,6 +110,7 @@ class TokenCounts:
         self._take_ids = take_ids
         self._clock = clock
         self._reports: dict[Instance, TokenizerReport] = {}
+        self._num_kept = 0
         self._kept: LruCache[_Answer] = LruCache(KEPT_BYTES)
         self._asked: dict[bytes, asyncio.Future[_Answer | None]] = {}
         self._mute: dict[tuple[Instance, str | None], float] = {}
@@ -117,9 +126,11 @@ class TokenCounts:
         return report if report is not None and report.epoch == instance.epoch else None
 
     def report(self, instance: Instance, report: TokenizerReport) -> None:
-        present = {*self._pool.instances, *self._pool.leaving}
-        for gone in self._reports.keys() - present:
-            del self._reports[gone]
+        if len(self._reports) >= self._num_kept:  # rarely: while a large fleet comes up, everybody reports
+            present = {*self._pool.instances, *self._pool.leaving}
+            for gone in self._reports.keys() - present:
+                del self._reports[gone]
+            self._num_kept = 2 * len(present)
         self._reports[instance] = report
         self._traits_of.clear()
         instance.remarks["tokenizer"] = report.status()
@@ -129,7 +140,8 @@ class TokenCounts:
         return self._traits(model).agree
 
     def take_ids(self, model: str | None) -> bool:
-        """Tells whether some engine that serves `model` is given ids, where the proxy has them."""
+        """Tells whether ids are of use for `model`: some engine that serves it is given ids, or they tell who has a
+        prompt in a cache."""
         return self._traits(model).take_ids
 
     def frame(self, model: str | None) -> ChatFrame:
@@ -170,6 +182,12 @@ class TokenCounts:
         except InvalidRequest:  # the choice of the path tells the client
             return False
 
+    def wants_ids(self, request: GenerationRequest) -> bool:
+        """Tells whether the prompt's ids would say which instances have it in their caches."""
+        if request.num_sequences > 1 or request.has_media or request.reads_prompt or request.max_tokens == 1:
+            return False
+        return self._traits(request.model).is_followed
+
     def _traits(self, model: str | None) -> _Traits:
         """Returns the facts about the engines of `model`, looked up anew when an engine reports, and every `TRAITS_S`
         seconds."""
@@ -183,16 +201,21 @@ class TokenCounts:
         return traits
 
     def _look_up(self, model: str | None) -> _Traits:
-        serving = [one for one in self._pool.instances if one.serves(model)]
+        serving = self._pool.serving(model)
         reports = [(one, self.report_of(one)) for one in serving]
         compared = [report is not None and report.agrees is True for one, report in reports if one.is_ready]
         frames = [report.frame for _, report in reports if report is not None and report.frame is not None]
+        revisions = {one.revision.text_terms for one in serving if one.is_ready}
+        is_followed = any(one.kv_events is not None and one.kv_events.index.is_exact for one in serving)
         return _Traits(
             agree=bool(compared) and all(compared),
-            take_ids=any(one.adapter.name in self._take_ids for one in serving),
+            take_ids=is_followed or any(one.adapter.name in self._take_ids for one in serving),
+            is_followed=is_followed,
             have_pages=any(one.is_owner and one.facts is not None and one.facts.chunk_size for one in serving),
             prefiller=next((one.adapter for one in serving if one.role == "prefill"), None),
             frame=_largest(frames),
+            is_mixed=len(revisions) > 1,
+            text_key=blake2b(repr(sorted(revisions)).encode(), digest_size=16).digest(),
         )
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -202,7 +225,8 @@ class TokenCounts:
         prompt."""
         if not self._whom(request.model):
             return None
-        call, with_ids = tokenize_call(request), self.take_ids(request.model) and is_certain(request)
+        call, traits = tokenize_call(request), self._traits(request.model)
+        with_ids = traits.take_ids and is_certain(request) and (traits.agree or not traits.is_mixed)
         answer = await self._answer(call, request.model, headers, with_ids=with_ids)
         if answer is None:
             return None
@@ -217,7 +241,8 @@ class TokenCounts:
     ) -> _Answer | None:
         """Returns the answer that is kept, or the one that another request waits for, or a new one; None where there is
         none."""
-        key = blake2b(call.body, digest_size=16, key=b"ids" if with_ids else b"").digest()
+        text_key = self._traits(model).text_key + b"ids" if with_ids else self._traits(model).text_key
+        key = blake2b(call.body, digest_size=16, key=text_key).digest()
         while True:
             kept = self._kept.get(key)
             if kept is not None and self._clock() - kept.told_at < KEPT_S:

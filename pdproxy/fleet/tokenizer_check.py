@@ -54,7 +54,8 @@ class TokenizerCheck:
     """TokenizerCheck reports to `counts` what each instance's tokenizer is like; `tokenizer_of` has the proxy's own, by
     model.
 
-    Mutable state: how many looks at each instance's process are left.
+    Mutable state: how many looks at each instance's process are left, and at how many of these numbers it is time to
+    forget those of processes that have gone.
     """
 
     def __init__(self, counts: TokenCounts, tokenizer_of: TokenizerOf, *, timeout_s: float) -> None:
@@ -62,6 +63,7 @@ class TokenizerCheck:
         self._tokenizer_of = tokenizer_of
         self._timeout_s = timeout_s
         self._num_left: dict[Instance, int] = {}
+        self._num_kept = 0
 
     async def look(self, instance: Instance) -> None:
         """Compares the process that runs at `instance` now, unless that was done. Never raises for what the instance
@@ -70,10 +72,11 @@ class TokenizerCheck:
             return
         if self._counts.report_of(instance) is None:
             self._counts.report(instance, TokenizerReport(instance.epoch))
-            self._num_left[instance] = MAX_TRIES
-            for gone in [one for one in self._num_left if self._counts.report_of(one) is None]:
-                if gone is not instance:
+            if len(self._num_left) >= self._num_kept:  # rarely: while a large fleet comes up, everybody is new
+                for gone in [one for one in self._num_left if self._counts.report_of(one) is None]:
                     del self._num_left[gone]
+                self._num_kept = 2 * len(self._num_left) + 1
+            self._num_left[instance] = MAX_TRIES
         if not self._num_left[instance]:
             return
         num_left = self._num_left[instance] - 1

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
@@ -19,7 +19,8 @@ from pdproxy.admission.grant import Grant
 from pdproxy.engines.adapter import AttemptInfo, PrefillReply, ReleaseCall, ReleaseMode
 from pdproxy.engines.traits import EngineTraits, ReleaseSignal
 from pdproxy.errors import KvFailed, LegUnreachable
-from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.instance import Instance, Prefilling
+from pdproxy.kv_events.index import PromptBlocks
 from pdproxy.kv_signals.board import Expectation
 from pdproxy.orchestrator.context import RequestContext
 from pdproxy.telemetry.attempt_record import Path, Phase
@@ -29,12 +30,20 @@ from transfer.wire import TERM_HEADER
 log = logging.getLogger(__name__)
 
 # Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
-_LOCAL, _PREFILL_ONLY = Path.LOCAL, Path.PREFILL_ONLY
-_PREFILL, _KV_WAIT, _DECODE = Phase.PREFILL, Phase.KV_WAIT, Phase.DECODE
-_DONE, _FAILED, _CANCELLED = Phase.DONE, Phase.FAILED, Phase.CANCELLED
-_RESERVED, _FILLING, _READY = Custody.RESERVED, Custody.FILLING, Custody.READY
-_FREED_BY_SIGNALS, _FREED_BY_FIRST_EVENT = ReleaseSignal.SIGNALS, ReleaseSignal.FIRST_EVENT
-_FIRST_EVENT = Evidence.FIRST_EVENT
+_LOCAL: Final = Path.LOCAL
+_PREFILL_ONLY: Final = Path.PREFILL_ONLY
+_PREFILL: Final = Phase.PREFILL
+_KV_WAIT: Final = Phase.KV_WAIT
+_DECODE: Final = Phase.DECODE
+_DONE: Final = Phase.DONE
+_FAILED: Final = Phase.FAILED
+_CANCELLED: Final = Phase.CANCELLED
+_RESERVED: Final = Custody.RESERVED
+_FILLING: Final = Custody.FILLING
+_READY: Final = Custody.READY
+_FREED_BY_SIGNALS: Final = ReleaseSignal.SIGNALS
+_FREED_BY_FIRST_EVENT: Final = ReleaseSignal.FIRST_EVENT
+_FIRST_EVENT: Final = Evidence.FIRST_EVENT
 
 GRACE_S = 0.3
 """Least seconds before an engine is asked to release the pages of an answer that is complete: the decoder is just about
@@ -46,10 +55,12 @@ class Attempt:
 
     ``with attempt:`` spans everything that is done for the request. In that block the attempt is bound to instances,
     and gets the lease of the pages that it needs, if it needs any. At the block's end its phases are over, the lease
-    goes back, or to `adopt` where pages may be filling or lie unread, and the instances are unbound.
+    goes back, or to `adopt` where pages may be filling or lie unread, and the instances are unbound, the prefiller
+    before that: as soon as the KV is at the decoder and nothing of it is held at the prefiller.
 
-    Mutable state: what it is bound to; the expectation, once there; how far its legs have come, which says how its
-    pages become free if it ends early. The custody of the pages is the lease's.
+    Mutable state: what it is bound to; the expectation, once there; the prompt, while the decoder itself has to read
+    it; how far its legs have come, which says how its pages become free if it ends early. The custody of the pages is
+    the lease's.
     """
 
     __slots__ = (
@@ -61,8 +72,10 @@ class Attempt:
         "_is_decode_seen",
         "_is_decode_sent",
         "_lease",
+        "_reading",
         "_reply",
         "_request",
+        "blocks",
         "context",
         "decoder",
         "expectation",
@@ -79,7 +92,8 @@ class Attempt:
     """The request's context. It is let go when the reaper takes over: it has the client's connection, and all that the
     client was shown."""
     prefiller: Instance
-    """The prefiller that the attempt is bound to. Set by `bind`, as are the following."""
+    """The prefiller that the attempt is bound to. Set by `bind`, as are the following. One instance that serves alone
+    stands for both."""
     decoder: Instance
     owner: Instance
     """The one of the two whose pages the lease is for."""
@@ -87,7 +101,12 @@ class Attempt:
     """The way in which the engines of this pair hand KV over."""
 
     def __init__(
-        self, context: RequestContext, size: PromptSize, admission: Admission, adopt: Callable[[Attempt], None]
+        self,
+        context: RequestContext,
+        size: PromptSize,
+        admission: Admission,
+        adopt: Callable[[Attempt], None],
+        blocks: PromptBlocks | None = None,
     ) -> None:
         """Takes `size`, the size of what this attempt has to read. Begins the attempt's record."""
         self.context = context
@@ -95,6 +114,8 @@ class Attempt:
         self.record = context.begin_attempt(size.tokens)
         self.id = self.record.id
         """The id by which everybody but the engines knows the attempt."""
+        self.blocks = blocks
+        """The prompt, as instances' caches are asked for it; None where they are not."""
         self.expectation: Expectation | None = None
         """The place on the board where signals tell what becomes of the KV; None until there is one."""
         self._admission = admission
@@ -103,6 +124,7 @@ class Attempt:
         self._forwarded = context.client.forwarded
         self._bound: list[Instance] = []
         self._lease: Lease | None = None
+        self._reading: Prefilling | None = None
         self._info: AttemptInfo | None = None
         self._reply: PrefillReply | None = None
         self._is_decode_sent = False
@@ -127,12 +149,16 @@ class Attempt:
     def bind(self, grant: Grant) -> None:
         """Takes the instances that were granted, and the lease. Raises `RuntimeError` for more than one lease."""
         self.owner, peer = grant.owner, grant.peer
-        self._bound = [self.owner, peer]
+        self._bound = [peer] if peer is self.owner else [self.owner, peer]
+        self.record.waited_for = grant.demand.lacks or None
+        if grant.forecast is not None:
+            self.record.predicted_s = grant.forecast.wait_s
         if grant.leases:
             self._lease = grant.leases[0]
             self.record.hold(self._lease)
         self.prefiller, self.decoder = (self.owner, peer) if peer.role == "decode" else (peer, self.owner)
         self.traits = self.prefiller.adapter.traits
+        self.context.text_terms = self.decoder.revision.text_terms
         if len(grant.leases) > 1:
             raise RuntimeError(f"nobody answers for the second account of {grant.demand!r}")
 
@@ -142,10 +168,21 @@ class Attempt:
         self.record.bind(
             path, self.prefiller.name if needs_prefiller else None, self.decoder.name if needs_decoder else None
         )
+        if needs_decoder:
+            self.decoder.residency.follow(self.id, self.context.record.tokens)
+        if self.prefiller is self.decoder:
+            return
         if not needs_prefiller:
             self._let_go(self.prefiller)
+            if self._lease is not None and not self._lease.is_returned:  # the pages turned out not to be needed
+                self._free(Evidence.NEVER_SENT)
         elif not needs_decoder:
             self._let_go(self.decoder)
+
+    def _needs_no_prefiller(self) -> None:
+        """Lets go of the prefiller: the decoder has the KV, and the pages that it came from are free. Idempotent."""
+        if len(self._bound) > 1:
+            self._let_go(self.prefiller)
 
     def _let_go(self, instance: Instance) -> None:
         self._bound.remove(instance)
@@ -175,6 +212,8 @@ class Attempt:
         end = _DONE if kind is None else _FAILED if issubclass(kind, Exception) else _CANCELLED
         # Only a prefiller fills pages. One that could not be reached has filled none.
         is_seen = not (isinstance(error, LegUnreachable) and error.leg == "prefill")
+        if self._reading is not None:
+            self._reading.drop()  # where the answer has begun, nothing is left to be dropped
         try:
             self.record.advance(end)
         finally:
@@ -201,18 +240,23 @@ class Attempt:
         """Begins the prefill phase: the prefill leg is on its way, and pages may be filled from now on. Raises
         `KvFailed` where the pages are gone, with their process or with the leader that granted them, and `NotReady`
         where nobody answers for them: then nothing must be sent."""
-        if self.lease.is_returned:  # the process ended just after the grant, or another leader was followed
+        lease = self.lease
+        if lease.is_returned:  # the process ended just after the grant, or another leader was followed
             raise KvFailed(f"the pages that were granted at {self.owner.name!r} were taken back just now")
         self.record.advance(_PREFILL)
         self._info = info
         if self._admission.is_remote or self._admission.may_send is not None:
-            self._admission.sent(self.lease, self._guard)
-        self.lease.step(_FILLING)
+            self._admission.sent(lease, self._guard)
+        lease.step(_FILLING)
 
     def replied(self, reply: PrefillReply) -> None:
         """Notes that the prefill leg is over, and what its reply tells of the prompt."""
         self._reply = reply
         self.context.prefilled(reply, self.prefiller.adapter)
+
+    def reads(self, prefilling: Prefilling) -> None:
+        """Begins what counts the prompt as queued at the decoder, which reads it by itself until its answer begins."""
+        self._reading = prefilling.__enter__()
 
     def decode_sent(self) -> None:
         """Notes that the decode leg is on its way: pages may be emptied from now on."""
@@ -229,8 +273,11 @@ class Attempt:
 
     def ready(self) -> None:
         """Notes that every rank has the KV. (It may even have been consumed by now.)"""
-        if self.lease.custody is _FILLING:
-            self.lease.step(_READY)
+        lease = self.lease
+        if lease.custody is _FILLING:
+            lease.step(_READY)
+        if self.owner is self.decoder:
+            self._needs_no_prefiller()
 
     def begun(self) -> None:
         """Notes that the decoder has begun its answer. Where that proves that it has taken the KV, the lease goes
@@ -241,10 +288,15 @@ class Attempt:
         if record.phase is _KV_WAIT:
             record.advance(_DECODE)
         record.mark_first_byte()
+        if self._reading is not None:
+            self._reading()
+        elif record.predicted_s is not None and (handoff_s := record.handoff_s) is not None:
+            self.decoder.handed_over(1, handoff_s)
         if self._lease is not None and self.traits.freed is _FREED_BY_FIRST_EVENT:
             self.ready()
             self._free(_FIRST_EVENT)
             self._drop()
+        self._needs_no_prefiller()
 
     def needs(self, pages: int) -> None:
         """Notes how many pages the prompt really has, where known. There may be fewer than the lease is for, or more,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.adapter import Adapter, PrefillReply
@@ -21,7 +21,7 @@ from transfer.memory_budget import MemoryShare
 
 Headers = list[tuple[bytes, bytes]]
 
-STEP_BYTES = 16 * 1024
+STEP_BYTES: Final = 16 * 1024
 """The bytes by which memory is taken for an answer that is put together event by event."""
 
 
@@ -56,7 +56,7 @@ class Client(Protocol):
 
     async def end(self) -> None: ...
 
-    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+    def answer(self, status: int, headers: Headers, body: bytes) -> Coroutine[Any, Any, None]:
         """Sends all of an answer: `start`, `send` and `end` in one. `headers` do not tell its length yet."""
 
     @property
@@ -111,6 +111,7 @@ class RequestContext:
         "request",
         "shape",
         "stream",
+        "text_terms",
         "tokenize_s",
         "turn",
     )
@@ -157,6 +158,8 @@ class RequestContext:
         self.is_aborted = False
         self.avoid: frozenset[str] = frozenset()
         """Names of the instances that have failed this request."""
+        self.text_terms: tuple[tuple[str, str], ...] | None = None
+        """The terms of the revision that the latest attempt is bound to, which go for an answer that has begun."""
         self.tokenize_s: float | None = None
         self.prompt_usage: PromptUsage | None = None
         """The prompt's usage, as the prefiller whose token the client sees first told it."""
@@ -254,10 +257,12 @@ class RequestContext:
         self.record.status = status
         return self.client.start(status, self._headers(content_type, more))
 
-    async def answer(self, status: int, content_type: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
-        """Sends all of an answer to the client."""
+    def answer(
+        self, status: int, content_type: bytes, body: bytes, *more: tuple[bytes, bytes]
+    ) -> Coroutine[Any, Any, None]:
+        """Returns a coroutine that sends all of an answer to the client."""
         self.record.status = status
-        await self.client.answer(status, self._headers(content_type, more), body)
+        return self.client.answer(status, self._headers(content_type, more), body)
 
     def _headers(self, content_type: bytes, more: tuple[tuple[bytes, bytes], ...]) -> Headers:
         """Returns the headers that tell the content type, which way the request went, and where its time went until

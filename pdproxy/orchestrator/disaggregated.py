@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 from pdproxy.aio.deadline import Deadline, MakeError
 from pdproxy.aio.race import cancel_when, run_alongside
@@ -27,13 +27,16 @@ from pdproxy.orchestrator.leg_runner import LegRunner
 from pdproxy.telemetry.attempt_record import Path, Phase
 
 # Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
-_PREFILL, _KV_WAIT, _DECODE = Phase.PREFILL, Phase.KV_WAIT, Phase.DECODE
-_READY_BY_SIGNALS, _READY_BY_ENGINES = KvReady.SIGNALS, KvReady.ENGINES
+_PREFILL: Final = Phase.PREFILL
+_KV_WAIT: Final = Phase.KV_WAIT
+_DECODE: Final = Phase.DECODE
+_READY_BY_SIGNALS: Final = KvReady.SIGNALS
+_READY_BY_ENGINES: Final = KvReady.ENGINES
 
 REPLY_S = 0.2
 """Seconds that the prefiller's reply may still take after the KV was dropped. A prefiller whose token ends the answer
 drops the KV in the moment in which it replies, and the reply may come second."""
-LEASE_SHARE = 0.8
+LEASE_SHARE: Final = 0.8
 """Share of an engine's lease within which a decoder must have begun, where the lease is strict."""
 
 
@@ -111,7 +114,7 @@ class Disaggregated:
 
     async def _serve_sequential(self, attempt: Attempt) -> None:
         """Runs one leg after the other."""
-        with attempt.prefiller.prefilling(attempt.size.tokens):
+        with attempt.prefiller.prefilling(attempt.size.tokens, attempt.id):
             reply = await self._prefill(attempt)
         if reply.is_whole:
             attempt.record.take_path(Path.PREFILL_ONLY)
@@ -124,7 +127,7 @@ class Disaggregated:
         """Runs both legs at once. The answer is the decoder's; the prefiller's reply is only of interest when it is a
         bad one."""
         prefiller = attempt.prefiller
-        with prefiller.prefilling(attempt.size.tokens) as prefilled:
+        with prefiller.prefilling(attempt.size.tokens, attempt.id) as prefilled:
             attempt.prefill_sent(self._info(attempt))
             asked = self._legs.asked(attempt)
 

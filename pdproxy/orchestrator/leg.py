@@ -6,6 +6,8 @@ legs at once, and the engines notice.
 
 from __future__ import annotations
 
+from typing import Final
+
 from pdproxy.aio.deadline import Deadline
 from pdproxy.aio.descriptors import RETRY_AFTER_S
 from pdproxy.engines.adapter import Call
@@ -36,13 +38,13 @@ from pdproxy.fleet.instance import Instance, Reliance
 from pdproxy.openai.assembled import too_large
 from pdproxy.openai.response import error_code, error_message
 from pdproxy.orchestrator.attempt import Attempt
-from pdproxy.telemetry.record import Observer
+from pdproxy.telemetry.observer import Observer
 
-MAX_ERROR_BYTES = 64 * 1024
+MAX_ERROR_BYTES: Final = 64 * 1024
 """The most bytes of an engine's error object that are read."""
-MAX_REASON_CHARS = 500
+MAX_REASON_CHARS: Final = 500
 """The most characters of an engine's own words in an error of ours."""
-_KEPT = frozenset({"ok", "busy", "refused"})
+_KEPT: Final = frozenset({"ok", "busy", "refused"})
 """The outcomes with which somebody has what was read, so that it counts until the request is over."""
 
 

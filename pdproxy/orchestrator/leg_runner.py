@@ -17,7 +17,7 @@ from pdproxy.orchestrator.context import RequestContext
 from pdproxy.orchestrator.leg import NotAssembled, OpenLeg
 from pdproxy.orchestrator.passing import mark_of
 from pdproxy.orchestrator.relay import Relay
-from pdproxy.telemetry.record import Observer
+from pdproxy.telemetry.observer import Observer
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class LegRunner:
         client wants a whole answer, if the two are known to say the same."""
         context, decoder = attempt.context, attempt.decoder
         if context.request.endpoint == RESPONSES:
-            fields = marked(context.request, mark_of(decoder.name))
+            fields = marked(context.request, mark_of(decoder.name, context.record.key_name))
             return replace(context.request, fields=fields)
         as_stream = context.as_stream
         if as_stream is None or decoder.adapter.traits.streams_whole is None:

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.grant import Grant
 from pdproxy.admission.line import Demand
 from pdproxy.admission.retry_budget import RetryBudget
+from pdproxy.admission.room import NO_ROOM
 from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.config.values import Assemble
 from pdproxy.engines.adapter import DecodeLeg, Resumption
@@ -44,6 +45,7 @@ from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.page_count import pages_leased
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.routing.router import Router
+from pdproxy.kv_events.index import PromptBlocks
 from pdproxy.openai.client_stream import StreamedAnswer
 from pdproxy.openai.dialect import dialect_of
 from pdproxy.openai.request import COMPLETIONS, GenerationRequest, PromptKind
@@ -57,24 +59,31 @@ from pdproxy.orchestrator.error_reply import book, pass_on, tell
 from pdproxy.orchestrator.leg import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled, ReceiverNotReached
 from pdproxy.orchestrator.leg_runner import LegRunner
 from pdproxy.orchestrator.passing import Passing
-from pdproxy.orchestrator.path import Choice, PathChooser, Ways, check_length, is_divided
+from pdproxy.orchestrator.path import CACHED, Choice, PathChooser, Ways, as_cached, check_length, is_divided
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.orchestrator.several_prompts import PromptClient, SeveralPrompts
 from pdproxy.telemetry.attempt_record import Path, Phase
-from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
+from pdproxy.telemetry.observer import Observer
+from pdproxy.telemetry.record import Outcome, RequestRecord
+from pdproxy.tokens.answer_lengths import AnswerLengths
 from pdproxy.tokens.prompt_size import PromptSize
 from pdproxy.tokens.prompt_sizer import PromptSizer
 
 log = logging.getLogger(__name__)
 
-_OF_BOTH = (KvFailed, KvNotTaken, ReceiverNotReached)
+_OF_BOTH: Final = (KvFailed, KvNotTaken, ReceiverNotReached)
 """The errors after which neither instance of the pair is asked again where there is another one."""
 # Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
-_DISAGGREGATED, _LOCAL, _PREFILL_ONLY = Path.DISAGGREGATED, Path.LOCAL, Path.PREFILL_ONLY
-_OUTCOME_DONE = Outcome.DONE
-_BATCH, _API = PromptKind.BATCH, PromptKind.API
+_DISAGGREGATED: Final = Path.DISAGGREGATED
+_LOCAL: Final = Path.LOCAL
+_PREFILL_ONLY: Final = Path.PREFILL_ONLY
+_OUTCOME_DONE: Final = Outcome.DONE
+_BATCH: Final = PromptKind.BATCH
+_API: Final = PromptKind.API
+_NOT_BY_IDS: Final = frozenset({"cache_salt", "prompt_embeds", "suffix", "truncate_prompt_tokens"})
+"""The fields with which an engine's cache is not known by a prompt's ids."""
 
-BYTES_PER_ID = 40
+BYTES_PER_ID: Final = 40
 """The bytes that one id takes in a list: a pointer and a number."""
 
 Failure = LegFailed | KvFailed | LegTimedOut
@@ -140,9 +149,11 @@ class Orchestrator:
         self.passing = passing
         self._descriptors = descriptors
         self._clock = clock
-        # State: the requests under way; whether clients are to go elsewhere; whether new requests are taken; the number
-        # of streams taken over from a lost decoder; an event for those who wait until the last request has ended.
+        # State: the requests under way; the lengths of answers; whether clients are to go elsewhere; whether new
+        # requests are taken; the number of streams taken over from a lost decoder; an event for those who wait until
+        # the last request has ended.
         self._contexts: set[RequestContext] = set()
+        self._lengths = AnswerLengths()
         self._is_leaving = False
         self._is_draining = False
         self._num_continued = 0
@@ -231,8 +242,8 @@ class Orchestrator:
             self._observer.request_finished(record)
 
     async def prove(self, prefiller: Instance, decoder: Instance) -> None:
-        """Sends a canary, a tiny request, through this pair. Raises `ProxyError` or `EngineReply` where it does not
-        arrive."""
+        """Sends a canary, a tiny request, through this pair, or to one instance that stands for both. Raises
+        `ProxyError` or `EngineReply` where it does not arrive."""
         record = RequestRecord("canary", COMPLETIONS, is_counted=False, clock=self._clock)
         request = canary.request(prefiller, decoder)
         context = self._context(request, canary.NoClient(), record)
@@ -250,8 +261,8 @@ class Orchestrator:
         )
         with context.limit, attempt:
             attempt.bind(self._admission.bind_now(demand) or await self._admission.wait(demand))
-            attempt.take_path(_DISAGGREGATED)
-            await self._disaggregated.serve(attempt)
+            attempt.take_path(_LOCAL if prefiller is decoder else _DISAGGREGATED)
+            await (self._serve_locally(attempt) if prefiller is decoder else self._disaggregated.serve(attempt))
 
     def _context(
         self, request: GenerationRequest, client: Client, record: RequestRecord, turn: asyncio.Lock | None = None
@@ -300,6 +311,7 @@ class Orchestrator:
             raise Draining("the proxy is shutting down", retry_after_s=5.0)
         request = context.request
         if request.is_passed:
+            self._check_descriptors()
             return self.passing.serve(context)
         if request.prompt_kind is not _BATCH:
             return self._try_until_served(context)
@@ -313,6 +325,11 @@ class Orchestrator:
         if is_divided(request, self._pool.open_places(request.model).shapes):
             return self._serve_each(context)
         return self._try_until_served(context)
+
+    def _check_descriptors(self) -> None:
+        """Raises `OutOfDescriptors` where one more request would take those that are kept for probes and signals."""
+        if self._descriptors is not None:
+            self._descriptors.check(len(self._contexts))
 
     async def _serve_each(self, context: RequestContext) -> None:
         """Serves each prompt as a request of its own. Raises the error of the first that is not served; the others
@@ -361,8 +378,7 @@ class Orchestrator:
     async def _try_until_served(self, context: RequestContext) -> None:
         """Makes one attempt after the other until one has served the request. Raises the error that the client is to
         be told where none did, or none may be made any more."""
-        if self._descriptors is not None:
-            self._descriptors.check(len(self._contexts))
+        self._check_descriptors()
         started = self._clock()
         size = self._sizer.size_now(context.request)
         if size is None:
@@ -380,6 +396,9 @@ class Orchestrator:
             num_shown = context.stream.num_bytes
             try:
                 await self._try_once(context, size)
+                if context.request.max_tokens != 1:
+                    num_sequences = max(1, context.request.num_sequences)
+                    self._lengths.note(context.request.model, context.record.tokens.num_output // num_sequences)
                 return
             except (NotReady, ModelNotFound) as error:
                 # The failure before says more than that there is nobody left to ask.
@@ -434,7 +453,8 @@ class Orchestrator:
         if isinstance(error, EventTooLarge) or (isinstance(error, EngineSaidError) and not error.is_ours):
             return False
         if isinstance(error, (Backpressure, LegTimedOut)):
-            return self._pool.has_other(error.instance, context.request.model, context.avoid)
+            text_terms = context.text_terms if context.has_begun else None
+            return self._pool.has_other(error.instance, context.request.model, context.avoid, text_terms)
         return True
 
     # ── a stream whose decoder was lost ─────────────────────────────────────────────────────────────────────────────
@@ -453,6 +473,9 @@ class Orchestrator:
         if prompt_ids is None or shown.is_finished:
             lacks = "usage" if shown.is_finished else "prompt's ids"
             log.info("request %s is not continued: its %s cannot be known", context.record.request_id, lacks)
+            return None
+        if not self._pool.goes_on(context.request.model, context.text_terms):
+            log.info("request %s is not continued: no pair of its revision is ready", context.record.request_id)
             return None
         return size.with_answer(prompt_ids, shown.answer_ids)
 
@@ -482,7 +505,10 @@ class Orchestrator:
                 error.param = request.prompt_field
                 raise ways.error or error from None
             attempt.bind(grant)
-            await self._serve_bound(attempt, ways[grant.shape])
+            choice = ways.at(grant)
+            if attempt.blocks is not None and attempt.decoder.has_cached(attempt.blocks):
+                choice = as_cached(choice, request, attempt.traits)
+            await self._serve_bound(attempt, choice)
 
     async def _grant_in_turn(self, attempt: Attempt, ways: Ways, turn: asyncio.Lock) -> Grant:
         """Returns the grant, for which the attempt stands in line once it has its turn: until then it holds nothing,
@@ -499,7 +525,15 @@ class Orchestrator:
             turn.release()
 
     def _attempt(self, context: RequestContext, size: PromptSize) -> Attempt:
-        return Attempt(context, size, self._admission, self._reaper.adopt)
+        return Attempt(context, size, self._admission, self._reaper.adopt, self._blocks(context.request, size))
+
+    def _blocks(self, request: GenerationRequest, size: PromptSize) -> PromptBlocks | None:
+        """Returns the prompt as instances' caches are asked for it; None where none is known, or its ids do not say all
+        that matters."""
+        if not self._pool.knows_caches or request.has_media or not _NOT_BY_IDS.isdisjoint(request.fields):
+            return None
+        ids = size.ids or request.prompt_ids
+        return None if ids is None else PromptBlocks(ids, request.model)
 
     def _demand(self, attempt: Attempt, ways: Ways) -> Demand:
         """Returns the attempt's demand, which keeps the age that its request had from the beginning."""
@@ -507,7 +541,7 @@ class Orchestrator:
         request = context.request
         # The ids of a chat are known for some turns only, and all of its turns shall go to the same instance.
         prompt_ids = None if request.is_chat else attempt.size.ids
-        hints = self._router.hints(request, prompt_ids, context.client.headers)
+        hints = self._router.hints(request, prompt_ids, context.client.headers, attempt.blocks)
         return Demand(
             attempt.id,
             request.model,
@@ -521,6 +555,10 @@ class Orchestrator:
             is_again=context.record.num_attempts > 1 or bool(context.record.prompt),
             hints=hints,
             num_tokens=attempt.size.tokens,
+            room=NO_ROOM
+            if request.max_tokens == 1 and ways.is_prefill_only
+            else self._lengths.room(request, attempt.size),
+            text_terms=context.text_terms if context.has_begun else None,
         )
 
     def _serve_bound(self, attempt: Attempt, choice: Choice) -> Coroutine[Any, Any, None]:
@@ -531,16 +569,16 @@ class Orchestrator:
             check_length(attempt.context.request, attempt.size, attempt.decoder.known_facts)
         attempt.take_path(choice.path)
         if choice.path is _LOCAL:
-            return self._serve_locally(attempt)
+            return self._serve_locally(attempt, is_cached=choice is CACHED)
         if choice.path is _PREFILL_ONLY:
             return self._serve_one_token(attempt)
         return self._disaggregated.serve(attempt)
 
     # ── the two ways without KV on its way ──────────────────────────────────────────────────────────────────────────
 
-    def _serve_locally(self, attempt: Attempt) -> Coroutine[Any, Any, None]:
+    def _serve_locally(self, attempt: Attempt, *, is_cached: bool = False) -> Coroutine[Any, Any, None]:
         """Has the decoder do both halves. No KV travels, so no pages are asked for. The first byte may also take the
-        time that a prefiller has for the prompt."""
+        time that a prefiller has for the prompt, also where it `is_cached`: it may be gone when the request comes."""
         size, adapter, resumption = attempt.size, attempt.decoder.adapter, None
         if size.num_answer_tokens:
             assert size.ids is not None
@@ -549,6 +587,10 @@ class Orchestrator:
         with_ids = attempt.context.stream.asks_for_ids and adapter.traits.resumes and asked.stream
         body = adapter.local_body(asked, resumption, with_ids=with_ids)
         attempt.record.advance(Phase.DECODE)
+        if is_cached:
+            attempt.record.predicted_s = None  # of another way
+        elif asked.stream:  # else nobody sees when the prompt has been read
+            attempt.reads(attempt.decoder.prefilling(size.tokens, attempt.id))
         legs = self._legs  # this decoder reads the prompt, too, before its first token
         first_byte_s = legs.prefill_timeout_s + legs.first_byte_timeout_s
         return legs.decode(attempt, DecodeLeg(body), asked=asked, first_byte_s=first_byte_s)
@@ -557,7 +599,7 @@ class Orchestrator:
         """Answers with the prefiller's token, which is the whole answer; no KV travels."""
         attempt.record.advance(Phase.PREFILL)
         adapter, request = attempt.prefiller.adapter, attempt.context.request
-        with attempt.prefiller.prefilling(attempt.size.tokens):
+        with attempt.prefiller.prefilling(attempt.size.tokens, attempt.id):
             reply = await self._legs.prefill(attempt, adapter.one_token_body(request), hands_over=False)
         await self._legs.relay(attempt.context).answer(reply.fields)
 

@@ -2,8 +2,10 @@
 
 One ready instance that serves the model gets the client's bytes, and its answer goes back with its status. Until the
 first byte has reached the client another instance takes over from one that fails; after it nobody does. Each call tells
-the instance's breaker how it went, and is closed whatever happens. A violation would be an answer of two instances
-together, or a call that is still counted (`Instance.num_legs`) when its client has gone.
+the instance's breaker how it went, and is closed whatever happens. An instance that lives and answers HTTP 5xx is at
+fault only where another one can answer the same body: engines stumble over some bodies, and no client may keep others
+from all of them with those. A violation would be an answer of two instances together, or a call that is still counted
+(`Instance.num_legs`) when its client has gone.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ from pdproxy.errors import (
 from pdproxy.fleet.instance import Health, Instance
 from pdproxy.fleet.pool import RETRY_AFTER_S as NOT_READY_S
 from pdproxy.fleet.pool import Pool
-from pdproxy.openai.apis import KEPT_RESPONSE, PASSED, marked
+from pdproxy.openai.apis import KEPT_RESPONSE, PASSED, UNREAD, marked
 from pdproxy.openai.request import RESPONSES, GenerationRequest, encode
 from pdproxy.openai.sse import EventBuffer
 from pdproxy.orchestrator.context import ClientStalledError, RequestContext
-from pdproxy.orchestrator.leg import LegTimedOut
+from pdproxy.orchestrator.leg import EngineSaidError, LegTimedOut
 from pdproxy.telemetry.attempt_record import AttemptRecord, Path, Phase
-from pdproxy.telemetry.record import Observer
+from pdproxy.telemetry.observer import Observer
 
 LEG = "pass"
 """The name of such a call among the legs, in metrics and errors."""
@@ -88,9 +90,11 @@ _refusal = msgspec.json.Decoder(_Refusal)
 _words = msgspec.json.Decoder(_Words | str | None)
 
 
-def mark_of(instance: str) -> str:
-    """Returns the mark by which the ids of responses tell which decoder keeps them; `instance` is its name."""
-    return blake2b(instance.encode(), digest_size=MARK_BYTES).hexdigest()
+def mark_of(instance: str, owner: str | None) -> str:
+    """Returns the mark by which the ids of responses tell which decoder keeps them; `instance` is its name. `owner` is
+    the name of the client's key, if it has one: with a key of another name, the mark is no decoder's."""
+    told = instance if owner is None else f"{owner}\n{instance}"
+    return blake2b(told.encode(), digest_size=MARK_BYTES).hexdigest()
 
 
 class Passing:
@@ -111,18 +115,30 @@ class Passing:
         is to be told: `EngineReply`, `ProxyError`."""
         request = context.request
         context.record.reason = PASSED.get(request.endpoint, KEPT_RESPONSE)
+        if (charge := context.record.charge) is not None and request.endpoint not in UNREAD:
+            charge.reserve(request.num_prompt_bytes, is_exact=False)
         num_left = 0 if request.keeper is not None else self.limits.retries
         failure: LegFailed | LegTimedOut | None = None
+        in_doubt: list[_PassedCall] = []
         while True:
             try:
-                instance = self._choose(request, context.avoid)
+                instance = self._choose(request, context.avoid, context.record.key_name)
             except (NotReady, ModelNotFound) as error:
                 raise _as_told(failure) or error from None
             try:
                 await self._ask(context, instance)
+                for call in in_doubt:
+                    call.blame()
                 return
             except LegNotTried:
                 raise
+            except EngineSaidError as error:
+                if not error.is_ours:
+                    raise  # it would fare no better elsewhere
+                failure = error
+            except _StumbledError as error:
+                failure = error
+                in_doubt.append(error.call)
             except (LegFailed, LegTimedOut) as error:
                 failure = error
             context.avoid |= {instance.name}
@@ -137,12 +153,12 @@ class Passing:
 
     # ── whom to ask ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _choose(self, request: GenerationRequest, avoid: frozenset[str]) -> Instance:
+    def _choose(self, request: GenerationRequest, avoid: frozenset[str], owner: str | None) -> Instance:
         """Returns the least busy of the instances that serve the model; those that have failed come last. Raises
         `NotReady`, `ModelNotFound`, `ResponseNotFound`, `InvalidRequest`."""
         self._pool.check_named(request.model)
         if request.keeper is not None:
-            return self.keeper(request.keeper)
+            return self.keeper(request.keeper, owner)
         serving = self._serving(request)
         if not serving:
             raise self._why_none(request.model)
@@ -150,10 +166,11 @@ class Passing:
         start = self._turn % len(serving)
         return min(serving[start:] + serving[:start], key=lambda one: (one.name in avoid, one.num_legs))
 
-    def keeper(self, mark: str, *, param: str = "previous_response_id") -> Instance:
-        """Returns the decoder with this mark. Raises `ResponseNotFound` where there is none."""
+    def keeper(self, mark: str, owner: str | None, *, param: str = "previous_response_id") -> Instance:
+        """Returns the decoder with this mark, for the `owner` of the response. Raises `ResponseNotFound` where there is
+        none."""
         for instance in self._pool.of_role("decode"):
-            if mark and mark_of(instance.name) == mark and instance.is_routable:
+            if mark and mark_of(instance.name, owner) == mark and instance.is_routable:
                 return instance
         raise ResponseNotFound(
             "no decoder that is ready keeps this response; send the whole conversation as input",
@@ -209,21 +226,23 @@ class Passing:
         answer_s = limits.whole_s if is_written else limits.answer_s
         limit = Deadline(answer_s, lambda: call.time_out(f"it did not answer within {answer_s:g} s"))
         with limit, instance.relied_on(limit, call.go_down):
-            leg = await call.open(request.endpoint, _body(request, instance), headers)
+            leg = await call.open(request.endpoint, _body(context, instance), headers)
             content_type = leg.header("content-type") or "application/json"
             if leg.status == 200 and content_type.startswith(_STREAM):
                 await self._relay(context, call, leg, limit, content_type)
                 return
             body = await call.read(leg, self._keep(context))
         _judge(request, call, leg, body, content_type)
-        context.record.tokens.tell(body)
+        if request.endpoint not in UNREAD:  # `count_tokens` tells a number like a usage
+            context.record.tokens.tell(body)
         with Deadline(limits.idle_s, lambda: _stalled(limits.idle_s)):
             await context.answer(leg.status, content_type.encode("latin-1"), body)
 
     async def _relay(
         self, context: RequestContext, call: _PassedCall, leg: Leg, limit: Deadline, content_type: str
     ) -> None:
-        """Relays a stream in whole events. Raises `LegFailed` where it breaks off, or ends without its last event."""
+        """Relays a stream in whole events. Raises `LegFailed` where it breaks off, or ends without its last event, and
+        `EngineSaidError` where it ends with the engine's own error."""
         idle_s, dialect, is_done = self.limits.idle_s, context.dialect, False
         buffer = EventBuffer(self.limits.max_event_bytes, lambda: call.fail("an event of its answer is too large"))
         while True:
@@ -233,13 +252,20 @@ class Passing:
             events = buffer.feed(chunk)
             if not events:
                 continue
-            is_done = is_done or dialect.has_done(events)
-            if events.find(dialect.usage_mark) >= 0:
-                context.record.tokens.tell(events)
-            limit.wait(idle_s, lambda: _stalled(idle_s))
-            if not context.client.is_started:
-                await context.start(leg.status, content_type.encode("latin-1"))
-            await context.client.send(events)
+            error_events = b""
+            if events.find(dialect.error_mark) >= 0:
+                events, error_events = dialect.before_error(events)
+            if events:
+                is_done = is_done or dialect.has_done(events)
+                context.record.tokens.add(events)
+                if events.find(dialect.usage_mark) >= 0:
+                    context.record.tokens.tell(events)
+                limit.wait(idle_s, lambda: _stalled(idle_s))
+                if not context.client.is_started:
+                    await context.start(leg.status, content_type.encode("latin-1"))
+                await context.client.send(events)
+            if error_events:
+                raise call.say_error(error_events, is_ours=not dialect.is_clients_fault(error_events))
             limit.wait(idle_s, lambda: call.time_out(f"it was silent for {idle_s:g} s"))
         if not is_done or buffer.num_pending_bytes:
             raise call.fail("its answer broke off")
@@ -262,7 +288,9 @@ class Passing:
 
     # ── without a body ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def get(self, path: str, instance: Instance | None = None) -> tuple[int, bytes]:
+    async def get(
+        self, path: str, instance: Instance | None = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
         """Returns status and body of `path` as one ready instance tells them; of `instance`, where it must be that
         one. Raises `LegFailed`, `NotReady`, and `NoSuchRoute` where no engine has the path."""
         ready = [instance] if instance is not None else [one for one in self._pool.instances if one.is_routable]
@@ -270,7 +298,7 @@ class Passing:
         for one in ready[: 1 + self.limits.retries]:
             call = _PassedCall(one, self._observer)
             try:
-                status, body = await call.get(path, timeout_s=self.limits.answer_s)
+                status, body = await call.get(path, headers, timeout_s=self.limits.answer_s)
             except LegFailed as failed:
                 error = failed
                 continue
@@ -281,13 +309,13 @@ class Passing:
             error = NoSuchRoute(f"the engine ({one.adapter.name}) has no GET {path}")
         raise error
 
-    async def post(self, path: str, instance: Instance) -> tuple[int, bytes]:
+    async def post(self, path: str, instance: Instance, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Sends a POST without a body. Returns status and body. Raises `LegFailed`, `LegTimedOut`."""
         call = _PassedCall(instance, self._observer)
         answer_s = self.limits.answer_s
         try:
             with Deadline(answer_s, lambda: call.time_out(f"it did not answer within {answer_s:g} s")):
-                leg = await call.open(path, b"", {})
+                leg = await call.open(path, b"", headers)
                 body = await call.read(leg, REPLY)
             call.outcome = "ok" if leg.status < 400 else "refused"
             return leg.status, body
@@ -298,17 +326,21 @@ class Passing:
 class _PassedCall:
     """_PassedCall is one call to one instance. What goes wrong is booked by a verb, which returns the error to raise.
 
-    Mutable state: the answer, once its head is there; how the call ended; the era of the breaker when it began.
+    Mutable state: the answer, once its head is there; how the call ended, and whether it is in doubt whose fault that
+    is; whether the call is closed.
     """
 
-    __slots__ = ("_era", "_leg", "_observer", "instance", "outcome")
+    __slots__ = ("_era", "_is_closed", "_is_in_doubt", "_leg", "_observer", "instance", "outcome")
 
     def __init__(self, instance: Instance, observer: Observer) -> None:
         self.instance = instance
         self._observer = observer
         self._leg: Leg | None = None
         self.outcome = "closed"
-        self._era: int | None = instance.leg_started()
+        self._is_in_doubt = False
+        self._is_closed = False
+        self._era = instance.leg_started()
+        """The era of the breaker when the call began."""
 
     async def open(self, path: str, body: bytes, headers: Mapping[str, str]) -> Leg:
         """Sends the call. Returns the answer when its head is there. Raises `LegFailed`."""
@@ -318,10 +350,10 @@ class _PassedCall:
             raise self._broken(error) from error
         return leg
 
-    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+    async def get(self, path: str, headers: Mapping[str, str] | None, *, timeout_s: float) -> tuple[int, bytes]:
         """Returns status and body. Raises `LegFailed`."""
         try:
-            answer = await self.instance.client.get(path, timeout_s=timeout_s)
+            answer = await self.instance.client.get(path, timeout_s=timeout_s, headers=headers)
         except (EngineUnreachable, EngineBroken) as error:
             raise self._broken(error) from error
         self.outcome = "ok" if answer[0] < 400 else "refused"
@@ -348,6 +380,21 @@ class _PassedCall:
         self.outcome = "failed"
         return LegFailed(LEG, self.instance.name, what)
 
+    def stumble(self, what: str) -> _StumbledError:
+        """Books that the instance could not cope with the request, which may be the request's fault."""
+        self.outcome = "failed"
+        self._is_in_doubt = True
+        return _StumbledError(self, what)
+
+    def blame(self) -> None:
+        """Tells the breaker of a call that was in doubt: it was the instance's fault."""
+        self.instance.breaker.failed(self._era)
+
+    def say_error(self, events: bytes, *, is_ours: bool) -> EngineSaidError:
+        """Books the engine's own error event, with which it ended a stream."""
+        self.outcome = "failed" if is_ours else "refused"
+        return EngineSaidError(LEG, self.instance.name, events, is_ours=is_ours)
+
     def time_out(self, what: str) -> LegTimedOut:
         """Books that the call missed its time."""
         self.outcome = "timed_out"
@@ -360,12 +407,12 @@ class _PassedCall:
 
     def close(self) -> None:
         """Tells how the call went, and lets go of the connection. Idempotent."""
-        era, self._era = self._era, None
-        if era is None:
+        if self._is_closed:
             return
+        self._is_closed = True
         if self.outcome == "timed_out":
             self.instance.suspect("it did not answer in time", is_lost=False)
-        self.instance.leg_finished(era, self.outcome)
+        self.instance.leg_finished(self._era, "refused" if self._is_in_doubt else self.outcome)
         self._observer.leg_finished(LEG, self.instance.name, self.outcome)
         if self._leg is not None:
             self._leg.close()
@@ -377,6 +424,14 @@ class _PassedCall:
             return LegNotTried(LEG, name, retry_after_s=RETRY_AFTER_S)
         self.instance.suspect(f"a call to it failed: {error}", is_lost=isinstance(error, EngineRefused))
         return self.fail("it cannot be reached" if isinstance(error, EngineUnreachable) else "the connection broke")
+
+
+class _StumbledError(LegFailed):
+    """_StumbledError says that an instance answered HTTP 5xx. The `call` is in doubt."""
+
+    def __init__(self, call: _PassedCall, what: str) -> None:
+        super().__init__(LEG, call.instance.name, what)
+        self.call = call
 
 
 def _judge(request: GenerationRequest, call: _PassedCall, leg: Leg, body: bytes, content_type: str) -> None:
@@ -394,7 +449,7 @@ def _judge(request: GenerationRequest, call: _PassedCall, leg: Leg, body: bytes,
         call.outcome = "refused"
         raise NoSuchRoute(f"the engine of this model ({call.instance.adapter.name}) has no POST {request.endpoint}")
     if status >= 500 and status not in _NOT_THERE:
-        raise call.fail(f"it answered HTTP {status}")
+        raise call.stumble(f"it answered HTTP {status}")
     call.outcome = "refused"
     raise reply
 
@@ -412,9 +467,12 @@ def _says_no_path(body: bytes) -> bool:
     return said.rpartition(": ")[2].lower().rstrip(".") in _NO_PATH or said.startswith("there is no ")
 
 
-def _body(request: GenerationRequest, instance: Instance) -> bytes:
+def _body(context: RequestContext, instance: Instance) -> bytes:
     """Returns the client's fields; a response is kept under an id that tells where."""
-    return encode(marked(request, mark_of(instance.name)) if request.endpoint == RESPONSES else request.fields)
+    request = context.request
+    if request.endpoint != RESPONSES:
+        return encode(request.fields)
+    return encode(marked(request, mark_of(instance.name, context.record.key_name)))
 
 
 def _stalled(idle_s: float) -> ClientStalledError:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from pdproxy.admission.grant import Grant
 from pdproxy.config.values import Oversized
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.traits import EngineTraits
 from pdproxy.errors import ApiNotServed, ContextLengthExceeded, InvalidRequest, NotReady, ProxyError
+from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.page_count import Shape, pages_leased, pages_needed
 from pdproxy.openai.request import GenerationRequest, PromptKind
 from pdproxy.telemetry.attempt_record import Path
@@ -26,25 +28,31 @@ class Choice:
     """The reason in one word, for metrics and headers."""
 
 
-_DISAGGREGATED = Path.DISAGGREGATED
-_BATCH, _API = PromptKind.BATCH, PromptKind.API
+_DISAGGREGATED: Final = Path.DISAGGREGATED
+_BATCH: Final = PromptKind.BATCH
+_API: Final = PromptKind.API
 
-FITS = Choice(Path.DISAGGREGATED, "fits")
-WINDOW = Choice(Path.DISAGGREGATED, "window")
-BOTH_LEGS = Choice(Path.DISAGGREGATED, "both_legs")
-ONE_TOKEN = Choice(Path.PREFILL_ONLY, "one_token")
-SEVERAL_ANSWERS = Choice(Path.LOCAL, "several_answers")
-SEVERAL_PROMPTS = Choice(Path.LOCAL, "several_prompts")
-MEDIA = Choice(Path.LOCAL, "media")
-PROMPT_IN_ANSWER = Choice(Path.LOCAL, "prompt_in_answer")
-ENGINE_TOOLS = Choice(Path.LOCAL, "engine_tools")
-NO_HANDOVER = Choice(Path.LOCAL, "no_handover")
-OVERSIZED = Choice(Path.LOCAL, "oversized")
-SHORT = Choice(Path.LOCAL, "short")
+FITS: Final = Choice(Path.DISAGGREGATED, "fits")
+WINDOW: Final = Choice(Path.DISAGGREGATED, "window")
+BOTH_LEGS: Final = Choice(Path.DISAGGREGATED, "both_legs")
+ONE_TOKEN: Final = Choice(Path.PREFILL_ONLY, "one_token")
+SEVERAL_ANSWERS: Final = Choice(Path.LOCAL, "several_answers")
+SEVERAL_PROMPTS: Final = Choice(Path.LOCAL, "several_prompts")
+MEDIA: Final = Choice(Path.LOCAL, "media")
+PROMPT_IN_ANSWER: Final = Choice(Path.LOCAL, "prompt_in_answer")
+ENGINE_TOOLS: Final = Choice(Path.LOCAL, "engine_tools")
+NO_HANDOVER: Final = Choice(Path.LOCAL, "no_handover")
+OVERSIZED: Final = Choice(Path.LOCAL, "oversized")
+SHORT: Final = Choice(Path.LOCAL, "short")
+CACHED: Final = Choice(Path.LOCAL, "cached")
+NO_PREFILLER: Final = Choice(Path.LOCAL, "no_prefiller")
+NO_DECODER: Final = Choice(Path.LOCAL, "no_decoder")
+PREFILLERS_BEHIND: Final = Choice(Path.LOCAL, "prefillers_behind")
+DECODERS_FULL: Final = Choice(Path.LOCAL, "decoders_full")
 
-_UNKNOWN = -1
+_UNKNOWN: Final = -1
 """A number that stands for pages that were not worked out yet."""
-_MEMORIES = {"decode": "decoder's PD buffer", "prefill": "prefiller's KV memory"}
+_MEMORIES: Final = {"decode": "decoder's PD buffer", "prefill": "prefiller's KV memory"}
 
 
 class PathChooser:
@@ -70,7 +78,7 @@ class PathChooser:
         Raises `ContextLengthExceeded` where no instance could serve the prompt, or none may.
         """
         if request.endpoint not in traits.endpoints:
-            raise ApiNotServed(f"the engines of this model do not serve {request.endpoint}")
+            raise _not_served(request)
         check_length(request, size, decoder)
         pages = pages_needed(owner, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
         has_room = pages <= owner.num_pages
@@ -115,9 +123,6 @@ class Ways:
         self._pages: dict[Shape, int | None] = {}
         self.error: ProxyError | None = None
 
-    def __getitem__(self, shape: Shape) -> Choice:
-        return self._choices[shape]
-
     def __call__(self, shape: Shape) -> int | None:
         """Returns the pages at an owner of this shape: 0 where the way takes none, None where it cannot be served
         there."""
@@ -125,6 +130,31 @@ class Ways:
         if pages == _UNKNOWN:
             pages = self._pages[shape] = self._choose(shape)
         return pages
+
+    def alone(self, instance: Instance) -> Choice:
+        """Returns the way at an instance that serves the request alone, as nobody of the other role is there. Raises
+        `ApiNotServed`, `ContextLengthExceeded`, and `NotReady` where it cannot go on with an answer."""
+        request, traits = self._request, instance.adapter.traits
+        if request.endpoint not in traits.endpoints:
+            raise _not_served(request)
+        if self._size.num_answer_tokens and not traits.resumes:
+            raise _no_resumer()
+        check_length(request, self._size, instance.known_facts)
+        return NO_PREFILLER if instance.role == "decode" else NO_DECODER
+
+    def at(self, grant: Grant) -> Choice:
+        """Returns the way at the instances that were granted. Raises as `alone` does."""
+        if grant.owner is not grant.peer:
+            return self._choices[grant.shape]
+        if grant.forecast is None:
+            return self.alone(grant.owner)
+        check_length(self._request, self._size, grant.owner.known_facts)
+        return PREFILLERS_BEHIND if grant.owner.is_writer else DECODERS_FULL
+
+    @property
+    def is_prefill_only(self) -> bool:
+        """Tells whether no decoder writes the answer, as far as was found out."""
+        return all(choice is ONE_TOKEN for choice in self._choices.values())
 
     def check(self, shapes: Iterable[Any]) -> None:
         """Raises the reason where no owner of these shapes can serve the request."""
@@ -138,7 +168,7 @@ class Ways:
         request, size, facts, adapter = self._request, self._size, shape.facts, shape.adapter
         try:
             if size.num_answer_tokens and not adapter.traits.resumes:
-                raise NotReady("no instance that is ready can go on with an answer begun elsewhere")
+                raise _no_resumer()
             self._choices[shape] = choice = self._paths.choose(
                 request,
                 size,
@@ -157,6 +187,13 @@ class Ways:
         if choice.path is not _DISAGGREGATED:
             return 0
         return pages_leased(facts, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
+
+
+def as_cached(choice: Choice, request: GenerationRequest, traits: EngineTraits) -> Choice:
+    """Returns the way of a request whose decoder has its whole prompt cached but the last block, instead of `choice`:
+    where the pair would serve it and a decoder can do so alone, the decoder does."""
+    is_spared = choice.path is _DISAGGREGATED and traits.serves_alone and request.num_sequences == 1
+    return CACHED if is_spared else choice
 
 
 def is_divided(request: GenerationRequest, shapes: Iterable[Any]) -> bool:
@@ -192,6 +229,14 @@ def _decoder_alone(request: GenerationRequest) -> Choice | None:
     if request.runs_tools:  # it would go on after each tool, and fetch the same KV once more, which is gone by then
         return ENGINE_TOOLS
     return PROMPT_IN_ANSWER if request.reads_prompt else None
+
+
+def _not_served(request: GenerationRequest) -> ApiNotServed:
+    return ApiNotServed(f"the engines of this model do not serve {request.endpoint}; engines of vLLM do")
+
+
+def _no_resumer() -> NotReady:
+    return NotReady("no instance that is ready can go on with an answer begun elsewhere")
 
 
 def _too_long(request: GenerationRequest, size: PromptSize, max_len: int) -> ContextLengthExceeded:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 import msgspec
 
@@ -16,8 +17,8 @@ from pdproxy.engines.http.base import EngineBroken
 from pdproxy.errors import EngineReply, LegFailed, ProxyError
 from pdproxy.openai import response as answer
 from pdproxy.openai.assembled import NotAssembledError
+from pdproxy.openai.body import Fields
 from pdproxy.openai.first_token import Opening, with_opening
-from pdproxy.openai.request import Fields
 from pdproxy.openai.response import CorruptAnswer
 from pdproxy.openai.sse import EventBuffer
 from pdproxy.openai.transcript import Shown
@@ -26,12 +27,12 @@ from pdproxy.orchestrator.error_reply import JSON
 from pdproxy.orchestrator.leg import OpenLeg
 from pdproxy.orchestrator.stream_pump import StreamPump
 
-EVENT_STREAM = b"text/event-stream; charset=utf-8"
-_LARGE_BYTES = 256 * 1024
+EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
+_LARGE_BYTES: Final = 256 * 1024
 """The size of events above which the event loop goes round between two things that are done with them. To put them
 together, to read them and to look for something in them takes milliseconds each.
 """
-_STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 class _Kept:
@@ -47,7 +48,7 @@ class _Kept:
         """Does nothing, because there always is room."""
 
 
-_KEPT = _Kept()
+_KEPT: Final = _Kept()
 
 
 class _Patience(Deadline):

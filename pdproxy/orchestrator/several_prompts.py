@@ -15,7 +15,8 @@ import msgspec
 
 from pdproxy.aio.race import end_all
 from pdproxy.errors import EngineReply, InvalidRequest, LegFailed, ProxyError
-from pdproxy.openai.request import Fields, GenerationRequest
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import GenerationRequest
 from pdproxy.openai.response import CorruptAnswer
 from pdproxy.openai.several_prompts import JoinedAnswer, JoinedStream, prompts_of, with_prompt
 from pdproxy.openai.sse import event

@@ -13,16 +13,16 @@ from __future__ import annotations
 import re
 import unicodedata
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from pdproxy.openai.request import GenerationRequest, PromptKind
 from pdproxy.tokens.prompt_size import PromptSize
 
-_ESCAPE = re.compile(rb"\\u([0-9a-fA-F]{4})")
-_ESCAPE_BYTES = 6
-_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
-_UNSET = (b"null", b"[]", b"{}", b'""', b"false")
-_FOR_TEMPLATES = frozenset({
+_ESCAPE: Final = re.compile(rb"\\u([0-9a-fA-F]{4})")
+_ESCAPE_BYTES: Final = 6
+_FORMS: Final[tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...]] = ("NFC", "NFD", "NFKC", "NFKD")
+_UNSET: Final = (b"null", b"[]", b"{}", b'""', b"false")
+_FOR_TEMPLATES: Final = frozenset({
     "tools", "functions", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs", "response_format",
     "mm_processor_kwargs", "media_io_kwargs",
 })  # fmt: skip
@@ -42,7 +42,7 @@ class ChatFrame(NamedTuple):
     """The number of tokens added to each message."""
 
 
-UNSEEN = ChatFrame()
+UNSEEN: Final = ChatFrame()
 
 
 def size_without_tokenizer(request: GenerationRequest, frame: ChatFrame = UNSEEN) -> PromptSize:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from pdproxy.config.settings import Settings
 from pdproxy.errors import BodyTooLarge, ConfigError, EngineReply, NotCounted, QueueFull
@@ -32,43 +32,44 @@ from pdproxy.tokens.tokenizer import FILE, FastTokenizer
 
 log = logging.getLogger(__name__)
 
-NUM_TOKENIZERS = 8
+NUM_TOKENIZERS: Final = 8
 """The most tokenizers that are kept, for sizers that are made anew."""
-NUM_THREADS = 2
+NUM_THREADS: Final = 2
 """The number of threads that count long prompts. The other prompts have as many threads of their own, so that they do
 not wait behind long ones.
 """
-LONG_BYTES = 64 << 10
-MAX_WAITING_BYTES = 64 << 20
+LONG_BYTES: Final = 64 << 10
+MAX_WAITING_BYTES: Final = 64 << 20
 """The most bytes of prompts that wait for threads, unless one prompt alone has more. The threads count this many in a
 few seconds.
 """
-FEW_BYTES = 512
+FEW_BYTES: Final = 512
 """The prompt length in bytes up to which counting takes no longer than handing the prompt to a thread."""
-FEW_TOKENS = 1024
+FEW_TOKENS: Final = 1024
 """The number of tokens up to which a prompt need not be counted where ids are of no use. The pages held too much for it
 are few, and are given back with the prefiller's reply.
 """
-KNOWN_BYTES = 16 << 10
+KNOWN_BYTES: Final = 16 << 10
 """The prompt length in bytes up to which a size that is known is used at once. A longer prompt goes to a thread."""
-CACHE_BYTES = 16 << 20
-COUNT_S = 2.0
+CACHE_BYTES: Final = 16 << 20
+COUNT_S: Final = 2.0
 """The seconds that a request waits for a thread to count it. A thread cannot be interrupted: after this time the prompt
 is sized in another way, and the thread is left to end by itself.
 """
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S: Final = 0.0005
 """The seconds for which Python lets a thread that counts keep other threads waiting."""
 
-NICER = 10
+NICER: Final = 10
 """The number by which threads that count are nicer than the process. Where there is one core for all, the event loop
 goes first.
 """
-_BYTES_PER_ID = 40
+_BYTES_PER_ID: Final = 40
 """The number of bytes that one id in a list takes."""
-_TEXT_MATTERS = ("prompt", "add_special_tokens")
+_TEXT_MATTERS: Final = ("prompt", "add_special_tokens")
 """The fields which decide which tokens a text has."""
-_NO_HEADERS: Mapping[str, str] = {}
-_TEXT, _CHAT = PromptKind.TEXT, PromptKind.CHAT
+_NO_HEADERS: Final[Mapping[str, str]] = {}
+_TEXT: Final = PromptKind.TEXT
+_CHAT: Final = PromptKind.CHAT
 
 
 def _step_back() -> None:
@@ -105,6 +106,11 @@ class Engines(Protocol):
         False.
         """
 
+    def wants_ids(self, request: GenerationRequest) -> bool:
+        """Tells whether the prompt's ids are worth a call to an engine: by them it is known who has the prompt in a
+        cache.
+        """
+
     async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
         """Returns the prompt's size as an engine tells it; None where no engine does.
 
@@ -134,6 +140,9 @@ class NoEngines:
         return True
 
     def need_ids(self, request: GenerationRequest) -> bool:
+        return False
+
+    def wants_ids(self, request: GenerationRequest) -> bool:
         return False
 
     async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
@@ -167,9 +176,9 @@ class PromptSizer(Protocol):
 class ByteSizer:
     """Implements `PromptSizer` without a model: by a bound, or by asking `engines`.
 
-    The engines are asked in four cases: where the bound would hold many more pages than the prompt needs while pages
+    The engines are asked in five cases: where the bound would hold many more pages than the prompt needs while pages
     are few, where the bound does not tell whether the prompt is shorter than `min_prompt_tokens`, where there is no
-    bound, and where ids are needed. A prompt's JSON may have at most `max_bytes`.
+    bound, and where ids are needed or tell who has the prompt in a cache. A prompt's JSON may have at most `max_bytes`.
     """
 
     def __init__(
@@ -183,8 +192,10 @@ class ByteSizer:
         _check_bytes(request, self._max_bytes)
         if not _has_one_text(request):
             return self._bound(request)
+        if self._engines.wants_ids(request):
+            return None
         if not self._engines.have_pages(request.model):
-            return PromptSize(tokens=request.num_prompt_bytes, is_exact=False)
+            return _any_size(request)
         bound = self._bound(request)
         is_cheap = self.is_clearly_small(bound) or self._is_cheap_now(request.model, bound)
         is_asked = self._engines.need_ids if is_cheap and is_plain(request) else self._engines.need_length
@@ -194,6 +205,8 @@ class ByteSizer:
         size = self.size_now(request) or await self._engines.count(request, headers)
         if size is not None:
             return size
+        if not self._engines.have_pages(request.model):
+            return _any_size(request)
         # Without its ids no pair serves it, so that no pages are counted: any size will do.
         if is_plain(request) or self._engines.need_ids(request):
             return self._bound(request)
@@ -418,6 +431,11 @@ def _check_bytes(request: GenerationRequest, max_bytes: int) -> None:
             param=field,
             code="prompt_too_large",
         )
+
+
+def _any_size(request: GenerationRequest) -> PromptSize:
+    """Returns a size where no pages have one."""
+    return PromptSize(tokens=request.num_prompt_bytes, is_exact=False)
 
 
 def _has_one_text(request: GenerationRequest) -> bool:

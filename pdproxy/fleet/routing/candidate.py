@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from pdproxy.kv_events.index import PromptBlocks
+
 
 class Candidate(Protocol):
     """Candidate is an instance as routing knows it. All candidates of a pick have the same role, and each its own
@@ -27,6 +29,11 @@ class Candidate(Protocol):
         """Number of pages of the memory that slots guard; 0 where they guard another instance's."""
 
     @property
+    def resident_share(self) -> float:
+        """The share of the KV cache in which it writes answers that is in use or promised; where its size is not known,
+        the number of tokens."""
+
+    @property
     def queued_tokens(self) -> int:
         """Number of prompt tokens that were given to the instance and are not prefilled yet."""
 
@@ -37,6 +44,10 @@ class Candidate(Protocol):
     @property
     def weight(self) -> float:
         """The part of a full share of requests, 0 to 1, that the instance should get."""
+
+    def cached_tokens(self, prompt: PromptBlocks) -> int | None:
+        """Returns how many tokens of `prompt` the instance has in its prefix cache; None where that is not known
+        exactly."""
 
     def watch(self, touched: dict[Any, None]) -> None:
         """Makes the instance put itself into `touched` whenever its load changes: anything above but name and
@@ -58,9 +69,15 @@ class Snapshot:
     name: str
     held: int = 0
     capacity: int = 0
+    resident_share: float = 0.0
     queued_tokens: int = 0
     num_legs: int = 0
     weight: float = 1.0
+    num_cached: int | None = None
+    """The tokens that it has in its cache of whatever prompt it is asked for."""
+
+    def cached_tokens(self, prompt: PromptBlocks) -> int | None:
+        return self.num_cached
 
     def watch(self, touched: dict[Any, None]) -> None:
         """Does nothing, because a snapshot never changes."""
@@ -79,6 +96,8 @@ class RoutingHints:
     """The prompt's ids; where there are none its text, or the raw JSON of its messages."""
     key: bytes | None = None
     """A digest of how the prompt begins, where somebody else has the prompt."""
+    blocks: PromptBlocks | None = None
+    """The whole prompt as instances' caches are asked for it, where its ids are known and somebody would ask."""
 
 
 NO_HINTS = RoutingHints()

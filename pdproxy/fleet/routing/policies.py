@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from pdproxy.config.values import RoutingPolicy
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.routing.affinity import PrefixAffinity, SessionAffinity
+from pdproxy.fleet.routing.cache_aware import CacheAwareDecode, CacheAwarePrefill
 from pdproxy.fleet.routing.candidate import C, Candidate, Load, RoutingHints
 from pdproxy.fleet.routing.candidates import CandidateSet, Policy
 from pdproxy.fleet.routing.load_index import LoadIndex
@@ -26,6 +26,13 @@ def share_of_slots(candidate: Candidate) -> float:
     legs."""
     capacity = candidate.capacity
     return candidate.held / capacity if capacity else candidate.num_legs
+
+
+def fuller_memory(candidate: Candidate) -> float:
+    """Returns the share in use of the fuller of an instance's two memories: the one that slots guard, and the KV cache
+    in which it writes answers."""
+    capacity, resident = candidate.capacity, candidate.resident_share
+    return max(candidate.held / capacity, resident) if capacity else resident
 
 
 def queued_tokens(candidate: Candidate) -> float:
@@ -125,11 +132,13 @@ class PolicyOptions:
     """PolicyOptions holds what the policies need besides their name; each takes what is its own."""
 
     rng: random.Random
-    fallback: RoutingPolicy = "least_slots"
+    fallback: str = "least_slots"
     """The name of the policy by which an affinity policy routes requests that nothing ties to an instance."""
     chunk_size: int = 256
     prefix_chunks: int = 2
     load_factor: float = 1.25
+    is_decode: bool = False
+    """Tells that decoders are picked."""
 
 
 def _session_affinity(options: PolicyOptions) -> Policy:
@@ -145,15 +154,22 @@ def _prefix_affinity(options: PolicyOptions) -> Policy:
     )
 
 
-POLICIES: Mapping[str, Callable[[PolicyOptions], Policy]] = {
+def _cache_aware(options: PolicyOptions) -> Policy:
+    fallback = _prefix_affinity(options)
+    return CacheAwareDecode(fallback, fuller_memory) if options.is_decode else CacheAwarePrefill(fallback)
+
+
+POLICIES: Final[Mapping[str, Callable[[PolicyOptions], Policy]]] = {
     "round_robin": lambda options: LeastLoaded(no_load, options.rng),
     "least_slots": lambda options: LeastLoaded(share_of_slots, options.rng),
+    "least_resident": lambda options: LeastLoaded(fuller_memory, options.rng),
     "least_queued_tokens": lambda options: LeastLoaded(queued_tokens, options.rng),
     "power_of_two": lambda options: PowerOfTwo(share_of_slots, options.rng),
     "session_affinity": _session_affinity,
     "prefix_affinity": _prefix_affinity,
+    "cache_aware": _cache_aware,
 }
-AFFINITIES: frozenset[RoutingPolicy] = frozenset({"session_affinity", "prefix_affinity"})
+AFFINITIES: Final[frozenset[str]] = frozenset({"session_affinity", "prefix_affinity", "cache_aware"})
 
 
 def make_policy(name: str, options: PolicyOptions) -> Policy:

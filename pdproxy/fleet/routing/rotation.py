@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping
+from typing import Final
 
-MAX_REMEMBERED = 4096
+MAX_REMEMBERED: Final = 4096
 """Number of names that are remembered, where instances come and go under ever new ones."""
-MAX_CREDIT = 2.0
+MAX_CREDIT: Final = 2.0
 """Number of picks that may be saved up. With more, an instance that should be spared would get a burst of requests."""
-NOBODY: frozenset[str] = frozenset()
+NOBODY: Final[frozenset[str]] = frozenset()
 
 
 class Rotation:

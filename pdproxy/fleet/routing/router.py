@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from pdproxy.admission.line import Demand
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing.candidate import NO_HINTS, RoutingHints
 from pdproxy.fleet.routing.candidates import CandidateSet, Policy
+from pdproxy.kv_events.index import PromptBlocks
 from pdproxy.openai.request import GenerationRequest
 
-MAX_HINT_BYTES = 64 * 1024
+MAX_HINT_BYTES: Final = 64 * 1024
 """Length in bytes to which a prompt's text is cut for hints; prompts that begin alike for so long are alike enough."""
 
 
@@ -68,10 +70,14 @@ class Router:
         return RoutingHints(session=hints.session, key=key)
 
     def hints(
-        self, request: GenerationRequest, prompt_ids: Sequence[int] | None, headers: Mapping[str, str]
+        self,
+        request: GenerationRequest,
+        prompt_ids: Sequence[int] | None,
+        headers: Mapping[str, str],
+        blocks: PromptBlocks | None = None,
     ) -> RoutingHints:
         """Returns what the policies may go by: `headers` (names in lower case), the prompt's ids, or else its start in
-        JSON.
+        JSON; and the prompt's blocks.
 
         It returns no hints where no policy goes by any.
         """
@@ -79,5 +85,6 @@ class Router:
             return NO_HINTS
         session = headers.get(self._session_header)
         if prompt_ids is not None:
-            return RoutingHints(session=session, prompt=prompt_ids)
-        return RoutingHints(session=session, prompt=memoryview(request.fields[request.prompt_field])[:MAX_HINT_BYTES])
+            return RoutingHints(session=session, prompt=prompt_ids, blocks=blocks)
+        start = memoryview(request.fields[request.prompt_field])[:MAX_HINT_BYTES]
+        return RoutingHints(session=session, prompt=start, blocks=blocks)

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+from pdproxy.admission import kernel
 from pdproxy.admission.account import Account, Lease, Place
 from pdproxy.admission.custody import Custody, Evidence
-from pdproxy.admission.grant import OpenPlaces
+from pdproxy.admission.grant import Grant, OpenPlaces, Side
 from pdproxy.admission.kernel import Kernel
-from pdproxy.admission.line import Demand
+from pdproxy.admission.line import Demand, Line
+from pdproxy.admission.residency import Residency
+from pdproxy.admission.revision import Revision
 from scripts.dev.check_kernel.model import Model
 from scripts.dev.check_kernel.world import FINISHES, NOW, REQUESTS, Ask, Plan, Request, World
 
@@ -20,6 +23,48 @@ ONE = Plan("one pair", (Ask(2),), num_owners=1, num_peers=1, num_faults=0, fault
 LINE = Plan(
     "a line", (Ask(3), Ask(1)), num_owners=1, num_peers=1, num_requests=3, num_faults=0, events=REQUESTS | FINISHES
 )
+CACHE = Plan(
+    "a KV cache",
+    (Ask(1, tokens=2), Ask(1, tokens=1), Ask(1, tokens=3)),
+    num_owners=1,
+    num_peers=1,
+    num_requests=3,
+    cache=3,
+    num_faults=0,
+    events=REQUESTS | FINISHES,
+)
+ALONE = Plan(
+    "one side is left",
+    (Ask(3), Ask(1)),
+    num_owners=1,
+    num_peers=1,
+    serves_alone=True,
+    num_faults=1,
+    faults=frozenset({"drain"}),
+    events=REQUESTS | FINISHES,
+)
+GUESSED = Plan(**{**vars(CACHE), "serves_alone": True, "forecasts": True})
+REVISIONS = Plan(
+    "two revisions",
+    (Ask(3, 1), Ask(1, 3), Ask(2, 2)),
+    num_requests=3,
+    peer_capacity=3,
+    revisions="ABAB",
+    num_faults=0,
+    events=REQUESTS | FINISHES,
+)
+SMALL_OWNER = Plan(
+    "a small owner",
+    (Ask(2), Ask(2, small_pages=0), Ask(3, small_pages=0, avoids=(1,), home=0)),
+    num_peers=1,
+    num_requests=3,
+    small=(0,),
+    num_faults=1,
+    faults=frozenset({"drain", "trip"}),
+    events=LINE.events,
+)
+CONTINUED = Plan(**{**vars(REVISIONS), "peer_capacity": 0, "asks": (Ask(3), Ask(1, goes_on="A"))})
+UPGRADE = Plan(**{**vars(REVISIONS), "revisions": "AAAA", "faults": frozenset({"upgrade"}), "num_faults": 1})
 BOTH = Plan("two accounts", (Ask(2, 2),), num_owners=1, num_peers=1, num_faults=0, peer_capacity=3)
 
 
@@ -155,12 +200,92 @@ def _fits_too_much(self: Account, pages: int) -> bool:
     return pages <= self.capacity
 
 
+def _smaller_by_pages(one: Demand, other: Demand, shapes: Any) -> bool:
+    return one.is_plain and all((one.pages_at(shape) or 0) <= (other.pages_at(shape) or 0) for shape in shapes)
+
+
+def _room_for_anything(self: Residency, tokens: int, others: int = 0) -> bool:
+    return True
+
+
+def _alone_always(self: Kernel, demand: Demand) -> Any:
+    return self.open_places(demand.model).owners[:1]
+
+
+def _guess_for_anybody(forecaster: Any, demand: Demand, owner: Place, peer: Place, now: float) -> Any:
+    return forecaster.foresee(demand, owner, peer, now)
+
+
+def _alone_takes_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, demand, place, is_alone=False: not is_alone and original(self, demand, place)
+
+
+def _goes_alone_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets the forecaster decide before anybody has asked for room."""
+
+    def pair(self: Kernel, demand: Demand, at: Place | None, now: float) -> Any:
+        found = self.open_places(demand.model)
+        return original(self, demand, at, now) or (found.has_pair and (found.owners[0], found.peers[0])) or None
+
+    return pair
+
+
+def _pairs_writer(self: Grant) -> Place | None:
+    return None if self.owner is self.peer and self.owner.is_owner else self.peer
+
+
+def _lasts_first(self: Line) -> Demand:
+    return max(self, key=lambda one: one.order)
+
+
+def _if_scarce(self: Kernel, place: Place) -> bool:
+    return place.is_scarce
+
+
+def _waits_for_pages(self: Kernel, demand: Demand, place: Place) -> bool:
+    pages = demand.pages_at(place.shape) if place.account is not None else 0
+    return not place.is_owner if place.account is None else pages is not None and place.account.fits(pages)
+
+
 def _forget_nothing(self: Kernel) -> None:
     return
 
 
 def _free_anything(self: Lease, evidence: Evidence) -> None:
     return
+
+
+def _save_each_side(self: Kernel, demand: Demand) -> tuple[Place, ...]:
+    """Saves up an owner and a peer, whether or not they fit each other."""
+    sides = self._sides(demand, float("-inf"))
+    halves = [[place for side in sides for place in side[half]] for half in (0, 1)]
+    found = [self._place_to_save(demand, half) for half in (halves[0], halves[1][::-1])]
+    return () if None in found else tuple(place for place in found if place is not None)
+
+
+def _without_of_each_half(sides: list[Side], avoid: frozenset[str]) -> list[Side]:
+    """Leaves out what is avoided where there are others on the same half, of whatever revision."""
+    others = [[place for side in sides for place in side[half] if place.name not in avoid] for half in (0, 1)]
+    return [
+        (
+            [place for place in owners if place in others[0] or not others[0]],
+            [place for place in peers if place in others[1] or not others[1]],
+        )
+        for owners, peers in sides
+    ]
+
+
+def _heard_of_one_revision(original: Callable[..., Any]) -> Callable[..., Any]:
+    def heard(self: Kernel, place: Place, incarnation: str, **options: Any) -> None:
+        if place.incarnation is not None:
+            options["revision"] = place.revision
+        original(self, place, incarnation, **options)
+
+    return heard
+
+
+def _is_plain_though_it_goes_on(self: Demand) -> bool:
+    return not self.avoid and self.pair is None and self.tied_until == float("-inf")
 
 
 def _save_one_side(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,6 +400,82 @@ FAULTS = (
     Fault("nobody counts how often somebody is passed", LINE, ((Kernel, "_count_passing", lambda *_: None),)),
     Fault("nothing is saved up", LINE, ((Kernel, "_save_up", lambda _: None),)),
     Fault("more is leased than there is", ONE, ((Account, "fits", _fits_too_much),)),
+    Fault("nobody asks for room in the KV cache", CACHE, ((Residency, "fits", _room_for_anything),)),
+    Fault("nobody is woken when an answer is over", CACHE, (_kernel("vacate", _no_wake),)),
+    Fault("an answer counts at nobody's", CACHE, ((Residency, "enter", lambda self, attempt, room: None),)),
+    Fault(
+        "what is saved up is given to others",
+        Plan(**{**vars(CACHE), "max_overtakes": 0}),
+        ((Residency, "fits_beside", _room_for_anything),),
+    ),
+    Fault(
+        "who takes fewer pages but more tokens is put behind",
+        CACHE,
+        ((kernel, "_is_smaller", _smaller_by_pages),),
+    ),
+    Fault("a place serves alone beside others", ALONE, ((Kernel, "_alone", _alone_always),)),
+    Fault("who is served alone waits for pages", ALONE, ((Kernel, "_has_room", _waits_for_pages),)),
+    Fault(
+        "a guess is made for a place that may not serve alone",
+        _with(GUESSED, num_faults=0, serves_alone=False),
+        ((Kernel, "_foresee", staticmethod(_guess_for_anybody)),),
+    ),
+    Fault("a guess lets somebody go for whom there is no room", GUESSED, (_kernel("_pair", _goes_alone_at_once),)),
+    Fault("who is served alone by a guess passes nobody", GUESSED, (_kernel("_takes", _alone_takes_nothing),)),
+    Fault(
+        "one who writes no answers does so though others have room",
+        GUESSED,
+        ((Kernel, "_room_at", lambda self, model, is_owner: (-1.0, None)),),
+    ),
+    Fault(
+        "one who writes no answers gets more than fit into its memory",
+        GUESSED,
+        ((Kernel, "_could_write", staticmethod(lambda demand, place, found: place.serves_alone)),),
+    ),
+    Fault(
+        "the answer of one who usually writes none counts at nobody's",
+        GUESSED,
+        ((Grant, "writer", property(_pairs_writer)),),
+    ),
+    Fault("who came last is relieved first", GUESSED, ((Line, "head", property(_lasts_first)),)),
+    Fault("nobody hears that a side has gone", ALONE, ((Kernel, "_is_waited_for", _if_scarce),)),
+    Fault(
+        "an owner and a peer of two revisions are bound",
+        REVISIONS,
+        ((Revision, "fits", lambda self, other: True),),
+    ),
+    Fault(
+        "an owner and a peer of two revisions are saved up",
+        Plan(**{**vars(REVISIONS), "num_requests": 4}),
+        ((Kernel, "_places_to_save", _save_each_side),),
+    ),
+    Fault(
+        "who avoids a place of each revision finds nobody",
+        Plan(**{**vars(REVISIONS), "asks": (Ask(2, avoids=(0, 3)),)}),
+        ((kernel, "_without", _without_of_each_half),),
+    ),
+    Fault("another revision goes on with an answer", CONTINUED, ((kernel, "_writing", lambda sides, terms: sides),)),
+    Fault(
+        "who may go to one revision only keeps others from both",
+        CONTINUED,
+        ((Demand, "is_plain", property(_is_plain_though_it_goes_on)),),
+    ),
+    Fault(
+        "who has no room where its KV fits goes where it does not",
+        SMALL_OWNER,
+        ((Kernel, "_is_split", lambda self, demand, found: False),),
+    ),
+    Fault(
+        "who waits for an owner that takes its KV keeps others from small ones",
+        SMALL_OWNER,
+        ((kernel, "_is_no_less", lambda pages, least: pages is None or (least is not None and least <= pages)),),
+    ),
+    Fault(
+        "who cannot use its home waits for it",
+        Plan(**{**vars(SMALL_OWNER), "asks": (Ask(2, small_pages=0, home=0),)}),
+        ((Kernel, "_is_beneath", lambda self, demand, place, found: False),),
+    ),
+    Fault("a new process counts as one of the old revision", UPGRADE, (_kernel("heard", _heard_of_one_revision),)),
     Fault("a lease ends by the clock alone", _with(ONE, "freeze"), model=FreesByTheClock),
     Fault("an answer counts by when it came", _with(ONE, "freeze"), (_kernel("_expire_orphans", _expire_by_answer),)),
     Fault("an errand that failed is taken as done", ONE, (_kernel("errand_ended", _errand_always_done),)),

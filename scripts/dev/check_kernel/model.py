@@ -11,9 +11,24 @@ from math import inf
 from pdproxy.admission.custody import Custody, Evidence, Way
 from pdproxy.admission.grant import Grant, Granted, Refused
 from pdproxy.admission.line import Demand
+from pdproxy.admission.room import Room
 from pdproxy.errors import ProxyError
 from scripts.dev.check_kernel.rules import Violation, check
-from scripts.dev.check_kernel.world import LONG_PAST, NOW, PAST, Hints, Plan, Process, Request, Size, World, hear
+from scripts.dev.check_kernel.world import (
+    LONG_PAST,
+    NOW,
+    PAST,
+    Hints,
+    Plan,
+    Process,
+    Request,
+    Size,
+    World,
+    fit,
+    hear,
+    letter,
+    revision,
+)
 
 Event = tuple[str, int, int]
 """An event of the model: its name, the number of the request or process that it happens to, and the number of the way
@@ -27,6 +42,7 @@ DISTURBING = frozenset(
         "expire",
         "down",
         "restart",
+        "upgrade",
         "freeze",
         "drain",
         "trip",
@@ -41,11 +57,17 @@ nothing is held.
 """
 
 
+NEW = "B"
+"""The revision to which places are upgraded."""
+
+
 def _is_possible(fault: str, process: Process) -> bool:
     if fault == "down":
         return process.mode != "down"
     if fault == "freeze":
         return not process.is_frozen
+    if fault == "upgrade":
+        return process.letter != NEW
     return fault == "restart" or process.mode == "open"
 
 
@@ -166,11 +188,24 @@ class Model:
         picker = world.kernel._chooser
         picker.script, picker.widths = script, []  # type: ignore[attr-defined]
         getattr(self, f"do_{name}")(world, number, variant)
+        self._vacate(world)
         self._carry_out(world)
         for request in world.requests:
             self._settle(request)
         check(world, self.plan)
         return picker.widths  # type: ignore[attr-defined, no-any-return]
+
+    def _vacate(self, world: World) -> None:
+        """Unbinds the attempts of requests that are over from where their answers were written."""
+        for process in world.processes:
+            for attempt in list(process.place.residency.stays):
+                if not any(
+                    request.demand is not None
+                    and request.demand.attempt == attempt
+                    and (request.is_alive or request.phase == "waiting")
+                    for request in world.requests
+                ):
+                    world.kernel.vacate(process.place, attempt, NOW)
 
     def _carry_out(self, world: World) -> None:
         for effect in world.kernel.effects:
@@ -182,13 +217,26 @@ class Model:
                     raise Violation(f"{effect.demand!r} was refused and did not wait")
                 request.reset()
         world.kernel.effects.clear()
-        for grant, _, is_open in world.kernel.bound:
+        for grant, is_open, is_complete, is_meant, robbed in world.kernel.bound:
             if not is_open:
                 raise Violation(f"{grant.demand.attempt} was sent to a closed place")
+            if not is_complete:
+                raise Violation(f"{grant.demand.attempt} is served by one place, and there are two sides")
+            if not is_meant:
+                raise Violation(f"{grant.demand.attempt} may not go to {grant.owner.name} and {grant.peer.name} now")
+            for place in robbed:
+                raise Violation(f"{grant.demand.attempt} takes what is saved up at {place.name}")
         world.kernel.bound.clear()
 
     def _granted(self, world: World, grant: Grant) -> None:
         request = world.requests[grant.demand.hints.number]
+        if not fit(grant.owner, grant.peer):
+            raise Violation(f"{grant.demand.attempt} gets {grant.owner.name} and {grant.peer.name}, which do not fit")
+        goes_on = grant.demand.hints.goes_on
+        if goes_on and not letter(grant.owner) == letter(grant.peer) == goes_on:
+            raise Violation(
+                f"{grant.demand.attempt}, whose answer was begun by another revision, gets {grant.peer.name}"
+            )
         if request.phase != "waiting":
             raise Violation(f"{grant.demand!r} was granted twice")
         numbers = [process.place for process in world.processes]
@@ -199,7 +247,8 @@ class Model:
             next((lease for lease in grant.leases if lease.account.place is grant.peer), None),
         )
         for lease, place in zip(request.leases, (grant.owner, grant.peer), strict=True):
-            asked = grant.demand.pages_at(place.shape) if place.account is not None else 0
+            takes_pages = place.account is not None and grant.owner is not grant.peer
+            asked = grant.demand.pages_at(place.shape) if takes_pages else 0
             if (0 if lease is None else lease.pages) != asked:
                 raise Violation(
                     f"{grant.demand.attempt} takes {asked} pages of {place.name}, and no such lease was made"
@@ -207,7 +256,7 @@ class Model:
         owner, peer = world.processes[request.owner], world.processes[request.peer]
         request.owner_ended = grant.owner_incarnation != str(owner.epoch)
         request.peer_ended = grant.peer_incarnation != str(peer.epoch)
-        for process in (owner, peer):
+        for process in dict.fromkeys((owner, peer)):
             if process.mode == "tried":
                 raise Violation(f"{process.place.name} was to be tried once and got a second attempt")
             if process.mode == "half":
@@ -239,12 +288,14 @@ class Model:
         demand = Demand(
             f"request {'ABCDEF'[number]}",
             None,
-            Size(ask.pages, ask.peer_pages),
+            Size(ask.pages, ask.peer_pages, ask.small_pages),
             age=float(-world.arrivals if ask.is_retry else world.arrivals),
             priority=ask.priority,
             avoid=frozenset(names[one] for one in ask.avoids),
             tied_until=-inf if ask.home is None else inf,
-            hints=Hints(number, None if ask.home is None else names[ask.home]),
+            hints=Hints(number, None if ask.home is None else names[ask.home], ask.goes_on),
+            text_terms=revision(ask.goes_on).text_terms if ask.goes_on else None,
+            room=Room(ask.tokens),
         )
         request.demand, request.phase = demand, "waiting"
         try:
@@ -477,6 +528,11 @@ class Model:
                 request.is_due = False
             if request.peer == number:
                 request.peer_ended, request.peer_page, request.is_writer = True, "-", False
+
+    def do_upgrade(self, world: World, number: int, variant: int) -> None:
+        """Puts a process of the new revision in its place."""
+        self.do_restart(world, number, variant)
+        world.processes[number].letter = NEW
 
     def do_freeze(self, world: World, number: int, variant: int) -> None:
         world.faults_left -= 1

@@ -20,7 +20,7 @@ from pdproxy.admission.account import Lease
 from pdproxy.admission.custody import Custody
 from scripts.dev.check_kernel.model import DISTURBING, Event, Model
 from scripts.dev.check_kernel.rules import is_clean
-from scripts.dev.check_kernel.world import NOW, World
+from scripts.dev.check_kernel.world import NOW, SHAPES, World, letter
 
 Step = tuple[Event, tuple[int, ...]]
 """An event, and the picks that were made in it."""
@@ -78,7 +78,11 @@ def key(world: World) -> bytes:
             own.append(())
             ties.append([])
             continue
-        common = (_PHASES[request.phase], demand.pages_at("owner"), demand.pages_at("peer"))
+        is_written = any(demand.attempt in process.place.residency.stays for process in processes)
+        common = (
+            *(_PHASES[request.phase], *map(demand.pages_at, SHAPES)),
+            *(demand.room.tokens, is_written),
+        )
         if demand.is_waiting:
             hints = demand.hints
             own.append(
@@ -86,10 +90,10 @@ def key(world: World) -> bytes:
                     *common,
                     *(orders[demand], ages[demand], demand.priority),
                     *(demand.overtakes, demand.passes, hints.passed),
-                    *(demand in kernel._exhausted, demand.tied_until > NOW),
+                    *(demand in kernel._exhausted, demand.tied_until > NOW, hints.goes_on),
                 )
             )
-            tie = [(1, numbers[account.place]) for account in demand.saves]
+            tie = [(1, numbers[place]) for place in demand.saves]
             tie += [(2, names[name]) for name in demand.avoid]
             ties.append(tie + ([(3, names[hints.home])] if hints.home is not None else []))
         else:
@@ -123,7 +127,9 @@ def key(world: World) -> bytes:
         if account is not None:
             inside = (account.capacity, account.foreign, account._last_excess, account._inherited)
         state = (
-            place.is_owner,
+            str(place.shape),
+            process.letter,
+            letter(place),
             _MODES[process.mode],
             process.is_frozen,
             process.is_known,

@@ -39,6 +39,7 @@ _OF_PLACE = {
     "up": "{at} answers again, and is opened",
     "look": "{at} answers a look",
     "restart": "{at} is another process now",
+    "upgrade": "{at} is a process of the new revision now",
     "freeze": "{at} freezes",
     "thaw": "{at} goes on",
     "drain": "{at} is drained",
@@ -72,6 +73,7 @@ def _told(model: Model, before: World, after: World, event: Event) -> str:
         ask = model.plan.asks[variant]
         peer = f" of an owner and {ask.peer_pages} of a peer" if ask.peer_pages else ""
         manner = f", priority {ask.priority}" if ask.priority else ""
+        manner += f", to go on with an answer of revision {ask.goes_on}" if ask.goes_on else ""
         return f"request {'ABCDEF'[number]} asks for {ask.pages} pages{peer}{manner}{', again' if ask.is_retry else ''}"
     if name in _OF_REQUEST:
         request = before.requests[number]

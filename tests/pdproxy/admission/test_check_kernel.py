@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.dev.check_kernel import command
 from scripts.dev.check_kernel.command import find_planted, find_planted_in_fleet, main
 from scripts.dev.check_kernel.faults import BOTH, FAULTS, LINE, ONE, Fault
 from scripts.dev.check_kernel.fleet import faults as fleet_faults
@@ -70,7 +71,17 @@ def test_the_command_writes_its_figures(capsys: pytest.CaptureFixture[str]) -> N
     assert (figures["violations"], len(figures["worlds"])) == (0, 1)
 
 
-def test_the_command_finds_all_that_is_planted(tmp_path: Path) -> None:
-    assert main(["--planted", "--json", str(tmp_path / "figures.json")]) == 0
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["planted"] == figures["found"] == len(FAULTS) + len(fleet_faults.FAULTS) >= 40
+def test_the_command_plants_each_fault_and_fails_where_one_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That all of them are found is shown above, one by one."""
+    assert len(FAULTS) + len(fleet_faults.FAULTS) >= 40
+    one, other, in_fleet = FAULTS[0], FAULTS[-1], fleet_faults.FAULTS[0]
+    harmless = Fault("nothing", LINE, ())
+    for faults, status in ((one, other), 0), ((one, harmless), 1):
+        monkeypatch.setattr(command, "FAULTS", faults)
+        monkeypatch.setattr(fleet_faults, "FAULTS", (in_fleet,))
+        assert main(["--planted", "--json", str(tmp_path / "figures.json")]) == status
+        figures = json.loads((tmp_path / "figures.json").read_text())
+        assert (figures["planted"], figures["found"]) == (3, 3 - status)
+        assert list(figures["stories"]) == [fault.name for fault in (*faults, in_fleet)]

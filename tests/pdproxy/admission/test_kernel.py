@@ -206,22 +206,22 @@ def test_a_small_one_passes_a_big_one_so_many_times(fleet, max_overtakes):
     assert house.owners[0].account.num_overtakes == max_overtakes
 
 
-def test_saving_up_closes_one_account_and_not_the_pool(fleet):
+def test_saving_up_closes_one_place_and_not_the_pool(fleet):
     house = fleet((8, 8), max_overtakes=0)
     first, second = house.take(4), house.take(6)
     assert (first.owner, second.owner) == tuple(house.owners)
     big = house.wait(8)
-    assert [account.place.name for account in big.saves] == ["o0"]
+    assert [place.name for place in big.saves] == ["o0"]
     assert house.take(1).owner is house.owners[1]
     house.wait(2)
 
 
-def test_an_account_that_can_never_hold_it_is_not_saved_up(fleet):
+def test_a_place_that_can_never_hold_it_is_not_saved_up(fleet):
     house = fleet((4, 8), max_overtakes=0)
     house.take(2)
     house.take(6)
     big = house.wait(8)
-    assert [account.place.name for account in big.saves] == ["o1"]
+    assert [place.name for place in big.saves] == ["o1"]
 
 
 def test_whoever_waits_longest_is_passed_by_more_urgent_ones_so_many_times(fleet):
@@ -715,15 +715,15 @@ def test_what_was_granted_and_returned_is_counted_from_nothing(fleet):
     assert sum(house.kernel.freed.values()) == 1
 
 
-def test_the_account_that_is_saved_up_stays_the_same(fleet):
+def test_the_place_that_is_saved_up_stays_the_same(fleet):
     house = fleet((8, 8), (0, 0), max_overtakes=0)
     first = house.take(5, hints="o0")
     house.take(3, hints="o1")
     big = house.wait(8)
-    assert big.saves == (house.owners[1].account,)
+    assert big.saves == (house.owners[1],)
     house.kernel.shrink(first.leases[0], 1, 0.0)
     house.kernel.close(house.peers[1], 0.0)
-    assert big.saves == (house.owners[1].account,)
+    assert big.saves == (house.owners[1],)
 
 
 def test_one_that_fits_soonest_is_saved_up(fleet):
@@ -733,7 +733,7 @@ def test_one_that_fits_soonest_is_saved_up(fleet):
     assert [owner.account.excess(6) for owner in house.owners] == [5, 1]
     assert [owner.account.excess(5) for owner in house.owners] == [4, 0]
     big = house.wait(6)
-    assert big.saves == (house.owners[1].account,)
+    assert big.saves == (house.owners[1],)
 
 
 def test_no_priority_is_priority_0(fleet):
@@ -767,13 +767,13 @@ def test_one_that_comes_before_the_head_has_been_passed_as_often_as_the_head(fle
     assert (older.overtakes, oldest.overtakes, oldest.saves) == (1, 1, ())
 
 
-def test_both_accounts_are_saved_up_for_who_needs_pages_of_both(fleet):
+def test_both_places_are_saved_up_for_who_needs_pages_of_both(fleet):
     house = fleet((8,), (4,), max_overtakes=0)
     house.take(5, 3)
-    assert house.wait(4, 2).saves == (house.owners[0].account, house.peers[0].account)
+    assert house.wait(4, 2).saves == (house.owners[0], house.peers[0])
     house = fleet((8,), (4,), max_overtakes=0)
     house.take(5, 3)
-    assert house.wait(4, 0).saves == (house.owners[0].account,)
+    assert house.wait(4, 0).saves == (house.owners[0],)
 
 
 def test_nothing_is_saved_up_for_who_cannot_be_served_on_both_sides(fleet):
@@ -800,9 +800,9 @@ def test_one_without_a_tie_any_more_is_saved_up_for_elsewhere(fleet):
     house.take(1, hints="o1")
     first = house.wait(8, hints="o0", tied_until=inf)
     second = house.wait(8, hints="o0", tied_until=inf)
-    assert (first.saves, second.saves) == ((house.owners[0].account,), ())
+    assert (first.saves, second.saves) == ((house.owners[0],), ())
     house.kernel.untie(second, 0.0)
-    assert second.saves == (house.owners[1].account,)
+    assert second.saves == (house.owners[1],)
 
 
 def test_who_takes_no_pages_of_a_peer_passes_nobody_there(fleet):

@@ -156,3 +156,33 @@ def test_limits_that_change_keep_what_is_left_of_the_others() -> None:
 )
 def test_durations_as_openai_writes_them(seconds: float, text: bytes) -> None:
     assert _duration(seconds) == text
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_prompts_of_one_body_count_as_one_prompt(num_parts: int) -> None:
+    """A body within the limit is served at last, in how many parts the limit and the body may be."""
+    shop, clock = owner(tpm=80, num_parts=num_parts)
+    for _ in range(3):
+        charge = shop.begin()
+        for _ in range(4):
+            charge.reserve(20, is_exact=True)  # the second one of four parts alone would be refused for ever
+        charge.note(80, 0)
+        charge.settle(has_answer=True)
+        with pytest.raises(RateLimited):
+            shop.begin()
+        clock.now += 60.0 * num_parts
+
+
+def test_a_body_that_was_refused_is_served_after_the_wait_that_it_was_told() -> None:
+    shop, clock = owner(tpm=60)
+    shop.use(20)
+    charge = shop.begin()
+    charge.reserve(30, is_exact=True)
+    with pytest.raises(RateLimited) as caught:
+        charge.reserve(20, is_exact=True)
+    charge.settle(has_answer=False)
+    assert caught.value.retry_after_s == pytest.approx(10.0)
+    clock.now += 10.0
+    charge = shop.begin()
+    charge.reserve(30, is_exact=True)
+    charge.reserve(20, is_exact=True)

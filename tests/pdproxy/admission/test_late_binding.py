@@ -156,7 +156,7 @@ async def test_the_last_one_that_is_left_serves_everybody() -> None:
 
 
 async def test_where_nobody_is_left_who_waits_is_told_at_once() -> None:
-    async with full_house(1) as (house, held):
+    async with full_house(1, when_no_decoder="refuse") as (house, held):
         calls = await waiting(house, 3)
         await admin(house, "DELETE", "/decode-0?force=true")
         held[0].release()

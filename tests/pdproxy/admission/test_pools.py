@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -14,11 +15,11 @@ from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
 
 
 @asynccontextmanager
-async def two_pools(wait: bool = True) -> AsyncIterator[Harness]:
+async def two_pools(wait: bool = True, **options: Any) -> AsyncIterator[Harness]:
     """``tiny`` on built-in engines (the first of each role), ``large`` on vLLM."""
     prefillers: list[ScriptedEngine] = [FakeEngine("prefill"), FakeNixl("prefill", model="large")]
     decoders: list[ScriptedEngine] = [FakeEngine("decode"), FakeNixl("decode", model="large")]
-    async with proxy_in_front_of(prefillers, decoders, wait=wait) as house:
+    async with proxy_in_front_of(prefillers, decoders, wait=wait, **options) as house:
         yield house
 
 
@@ -79,7 +80,7 @@ async def test_a_model_of_which_one_half_never_answered_is_known_too(role: str) 
 
 
 async def test_halves_of_two_pools_are_not_ready() -> None:
-    async with two_pools() as house:
+    async with two_pools(when_no_prefiller="refuse", when_no_decoder="refuse") as house:
         switch_off(house, house.prefillers[0])
         assert (await house.get("/ready")).status == 200
         switch_off(house, house.decoders[1])

@@ -12,10 +12,12 @@ import pytest
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
+from pdproxy.admission.room import KvCache, Room
 from pdproxy.engines.adapter import MalformedReply
 from pdproxy.engines.info import Receiver
 from pdproxy.fleet.breaker import BreakerLimits, BreakerState
 from pdproxy.fleet.instance import Health, HealthPolicy, Instance
+from pdproxy.fleet.pace import Pace
 from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
 from pdproxy.fleet.routing.router import Router
 from pdproxy.fleet.slow_start import SlowStart
@@ -402,3 +404,19 @@ async def test_prompts_that_are_granted_in_one_instant_go_to_several_prefillers(
         for place in (grant.owner, grant.peer):
             place.unbound(grant.demand.attempt)
     assert [one.queued_tokens for one in prefillers] == [0] * 4
+
+
+def test_memory_by_which_an_answer_has_grown_comes_back_with_it() -> None:
+    clock = Clock()
+    instance = make_ready(make_instance(clock=clock))
+    instance.pace = Pace()
+    for attempt in ("outgrows", "stays"):
+        instance.admission.reside(instance, attempt, Room(50, 50))
+        instance.bound(attempt, 0)
+    instance.residency.told({"outgrows": 400, "stays": 2})
+    instance.residency.heard(KvCache(10_000))
+    clock.now += 10.0
+    num_tokens = instance.residency.stays["outgrows"].tokens
+    assert num_tokens > 400
+    instance.unbound("outgrows")
+    assert instance.pace.freed_per_s(clock.now) == pytest.approx(100 * num_tokens / 2000), "as many as were held of it"

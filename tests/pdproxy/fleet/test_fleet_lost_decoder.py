@@ -120,7 +120,7 @@ async def test_a_decoder_that_goes_down_ends_the_prefill_leg_that_waits_for_its_
 
 
 async def test_a_restarted_decoder_fails_the_attempts_of_its_former_self() -> None:
-    async with proxy_in_front_of() as house:
+    async with proxy_in_front_of(when_no_decoder="refuse") as house:
         house.decoder.signals = "lost"
         call = house.call()
         await until(lambda: house.proxy.board.statistics().num_waiting == 1)

@@ -60,6 +60,42 @@ def test_what_could_not_be_configured_cannot_be_added() -> None:
     assert present(pool) == ["d0", "d2"]
 
 
+@pytest.mark.parametrize("bad", [(), (3,), (0, 5, 6, 11)])
+def test_many_that_join_at_once_are_checked_together(bad: tuple[int, ...]) -> None:
+    """A check reads the whole fleet. Those who join together cost one, and one with a mistake keeps nobody else out."""
+    num_checks = 0
+
+    def counted(fleet: Sequence[InstanceSettings]) -> None:
+        nonlocal num_checks
+        num_checks += 1
+        check(fleet)
+
+    admission = make_admission()
+    pool = Pool(admission, map(make_ready, [make_instance("d0", admission=admission)]))
+    membership = Membership(pool, make_instance=partial(make_instance, admission=admission), check=counted)
+    roster = Roster("it", membership, pool)
+    # A url that is none, one that a member has, and one that another newcomer has.
+    urls = {0: "d1:1", 3: "http://d0:1", 5: "http://d0:1/", 6: "http://p:1", 11: "http://p:1"}
+    many = [
+        settings(f"n{number}", url=urls[number]) if number in bad else settings(f"n{number}") for number in range(64)
+    ]
+    roster.want(map(Entry, many))
+    roster.converge()
+    refused = [f"n{number}" for number in bad if number != 6]
+    assert present(pool) == ["d0", *(one.name for one in many if one.name not in refused)]
+    assert num_checks <= 1 + 16 * len(refused)
+    assert roster.is_done == (not refused)
+
+
+def test_chunk_sizes_are_compared_across_unknown_models() -> None:
+    fleet = [settings(f"d{number}", chunk_size=16, model=model) for number, model in enumerate(("a", "a", None, "b"))]
+    check(fleet)
+    for model in ("a", None, "c"):
+        with pytest.raises(ConfigError, match="tokens per page"):
+            check([*fleet, settings("x", chunk_size=32, model=model)])
+    check([fleet[0], settings("x", chunk_size=32, model="c")])
+
+
 async def test_a_busy_one_is_removed_by_force_only_and_its_client_closed_when_it_is_idle() -> None:
     pool, membership = make_membership("d0")
     instance = pool.instances[0]
@@ -263,5 +299,5 @@ async def test_a_running_proxy_follows_its_config_file(tmp_path: Path) -> None:
     async with proxy_in_front_of(decoders=decoders, config=path, instances=instances) as house:
         path.write_text(table.format("p0", "prefill", "p0") + table.format("d1", "decode", "d1"))
         await until(lambda: present(house.proxy.pool) == ["p0", "d1"])
-        await until(lambda: house.proxy.pool.is_ready)
+        await until(lambda: all(one.is_ready for one in house.proxy.pool.instances))
         assert (await house.post()).headers["x-pdproxy-decoder"] == "d1"

@@ -50,6 +50,30 @@ def names(pool: Pool, role: str = "decode") -> list[str]:
     return [instance.name for instance in pool.ready(role)]  # type: ignore[arg-type]
 
 
+def test_who_serves_a_model_is_told_as_it_is_now() -> None:
+    p0, d0, d1 = fleet_of("p0", "d0", "d1")
+    pool = pool_of([p0, d0])
+    assert pool.serving("tiny") == [p0, d0]
+    assert pool.serving("tiny") is pool.serving("tiny"), "it is looked up once"
+    pool.add(d1)
+    assert pool.serving("tiny") == [p0, d0, d1]
+    d0.heard(replace(facts(), models=frozenset({"other"})))
+    assert (pool.serving("tiny"), pool.serving("other")) == ([p0, d1], [d0])
+    d1.lost("it is down, and serves the model all the same")
+    assert pool.serving("tiny") == [p0, d1]
+    pool.admission.serve(d1, frozenset({"third"}))  # as a front has it when its leader tells what an engine has said
+    assert (pool.serving("tiny"), pool.serving("third")) == ([p0], [d1])
+    pool.take_out("p0")
+    assert pool.serving("tiny") == []
+
+
+def test_whoever_makes_up_names_of_models_fills_nothing() -> None:
+    pool = pool_of(fleet_of("p0", "d0"))
+    for number in range(2 * MAX_MODELS):
+        assert pool.serving(f"made up {number}") == []
+    assert len(pool._serving) <= MAX_MODELS
+
+
 def test_ready_leaves_out_who_is_down_draining_or_left_alone() -> None:
     clock = Clock()
     instances = fleet_of("d0", "d1", "d2", "d3", care=CARE, clock=clock)

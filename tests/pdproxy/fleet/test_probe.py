@@ -220,9 +220,10 @@ async def test_at_start_up_nobody_is_ready_whose_only_counterpart_cuts_otherwise
             await look(house, 1)
         assert health(house) == [Health.ALIVE, Health.ALIVE]
         assert house.proxy.pool.instances[1].why == (
-            "it does not fit prefill-0: its chunk_size is 32, prefill-0's is 16"
+            "it waits for a prefiller of its revision; it does not fit prefill-0: its chunk_size is 32, "
+            "prefill-0's is 16"
         )
-        assert caplog.text.count("decode-0 is kept back: it does not fit prefill-0") == 1, "said once"
+        assert caplog.text.count("decode-0 is kept back: it waits for a prefiller") == 1, "said once"
         assert house.prefiller.bodies("/v1/completions") == [], "no canary was wasted on it"
 
 
@@ -237,6 +238,46 @@ async def test_the_pair_that_fits_works_and_the_odd_one_is_kept_back() -> None:
         decoders[0].epoch = "restarted by its operator"
         await look(house, 1)
         assert health(house) == [Health.READY] * 3
+
+
+async def test_the_first_pair_of_a_new_revision_serves_beside_the_old_one() -> None:
+    """Its prefiller alone gets nothing and harms nobody."""
+    new_prefiller, new_decoder = FakeEngine("prefill"), FakeEngine("decode")
+    prefillers, decoders = [FakeEngine("prefill"), new_prefiller], [FakeEngine("decode"), new_decoder]
+    new_prefiller.dtype = "bfloat16"
+    async with proxy_in_front_of(prefillers, decoders, wait=False, slow_start_s=0.0) as house:
+        for number in (0, 1, 2, 3, 0, 1):
+            await look(house, number)
+        assert health(house) == [Health.READY, Health.ALIVE, Health.READY, Health.READY]
+        told = house.proxy.pool.status()
+        assert told[1]["why"].startswith("it waits for a decoder of its revision; it does not fit decode-")
+        assert [one["counterparts"] for one in told] == [2, 0, 1, 1]
+        assert len({one["revision"] for one in told}) == 2
+        for _ in range(4):
+            assert (await house.post()).headers["x-pdproxy-prefiller"] == "prefill-0"
+        assert new_prefiller.bodies("/v1/completions") == []
+        new_decoder.dtype, new_decoder.epoch = "bfloat16", "upgraded"
+        for number in (3, 1):
+            await look(house, number)
+        assert health(house) == [Health.READY] * 4
+        pairs = [(await house.post()).headers for _ in range(8)]
+        assert {(one["x-pdproxy-prefiller"], one["x-pdproxy-decoder"]) for one in pairs} == {
+            ("prefill-0", "decode-0"),
+            ("prefill-1", "decode-1"),
+        }
+
+
+async def test_a_named_revision_counts_though_the_engines_tell_nothing() -> None:
+    prefillers, decoders = [FakeEngine("prefill") for _ in range(2)], [FakeEngine("decode") for _ in range(2)]
+    for engine in (prefillers[1], decoders[1]):
+        engine.revision = "v2"
+    async with proxy_in_front_of(prefillers, decoders) as house:
+        assert [one["revision"] == "v2" for one in house.proxy.pool.status()] == [False, True, False, True]
+        pairs = [(await house.post()).headers for _ in range(8)]
+        assert {(one["x-pdproxy-prefiller"][-1], one["x-pdproxy-decoder"][-1]) for one in pairs} == {
+            ("0", "0"),
+            ("1", "1"),
+        }
 
 
 async def test_one_of_another_model_is_no_misfit() -> None:
@@ -286,7 +327,7 @@ async def test_an_engine_of_another_kind_is_told_what_it_is(kind: str, told: dic
     engine = FakeEngine("prefill")
     engine.fail_at |= dict.fromkeys(("/kv_buffer", *LOOKS), NOT_THERE)
     engine.fail_at |= {path: FakeReply(200, [body]) for path, body in told.items()}
-    async with proxy_in_front_of([engine], wait=False) as house:
+    async with proxy_in_front_of([engine], wait=False, when_no_prefiller="refuse") as house:
         for _ in range(4):
             await look(house)
             engine.calls, calls = [], engine.calls

@@ -100,6 +100,20 @@ async def test_a_short_chat_costs_no_call_and_gives_back_what_it_held_too_much()
         assert asked(house) == [0, 0]
 
 
+@pytest.mark.parametrize(("dtype", "are_told"), [("float32", True), ("bfloat16", False)])
+async def test_ids_that_one_engine_tells_are_not_given_to_another_revision(dtype: str, are_told: bool) -> None:
+    """They may stand for other tokens there."""
+    prefillers, decoders = ([FakeEngine(role) for _ in range(2)] for role in ("prefill", "decode"))
+    prefillers[1].dtype = decoders[1].dtype = dtype
+    async with proxy_in_front_of(prefillers, decoders) as house:
+        await asyncio.sleep(token_counts.TRAITS_S)
+        answer = await house.post(CHAT, messages=HELLO, tools=TOOLS)
+        assert (answer.status, answer.headers["x-pdproxy-path"]) == (200, "disaggregated")
+        assert sum(asked(house)) == 1
+        (sent,) = (call.body for engine in prefillers for call in engine.generations())
+        assert ("prompt_token_ids" in sent["kv_transfer_params"]) is are_told
+
+
 async def test_an_answer_is_kept_and_they_are_asked_in_turn() -> None:
     async with proxy_in_front_of([FakeEngine("prefill"), FakeEngine("prefill")]) as house:
         for number in (1, 1, 2, 2, 3, 4):

@@ -96,8 +96,8 @@ def test_a_pair_of_unequal_fleet_keys_is_kept_apart_with_the_reason() -> None:
 
     def fit(ours: str, theirs: str) -> str | None:
         prefiller, decoder = make_instance("p0", "prefill"), make_instance("d0")
-        prefiller.facts = FakeEngine("prefill").known_facts(fleet_key=ours)
-        decoder.facts = FakeEngine("decode").known_facts(fleet_key=theirs)
+        prefiller.heard(FakeEngine("prefill").known_facts(fleet_key=ours))
+        decoder.heard(FakeEngine("decode").known_facts(fleet_key=theirs))
         return prefiller.misfit(decoder)
 
     ours, other = FleetKey.parse(KEY).fingerprint, FleetKey.parse(OTHER).fingerprint

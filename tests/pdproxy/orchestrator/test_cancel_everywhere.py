@@ -7,16 +7,24 @@ interrupting.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq.asyncio
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pdproxy.admission import orphans
+from pdproxy.admission.grant import Forecast
+from pdproxy.admission.line import Demand
+from pdproxy.admission.room import Room
 from pdproxy.engines import lmcache
 from pdproxy.engines.http.base import EngineUnreachable
+from pdproxy.kv_events.index import KvIndex, PromptBlocks
+from pdproxy.kv_events.subscriber import Subscriber
 from tests.fakes import proxy_harness
 from tests.fakes.fake_engine import BROKEN, error_reply
 from tests.fakes.fake_lmcache import CONFIG, FakeLMCache
@@ -32,7 +40,7 @@ from tests.fakes.interruption import (
     full_buffer,
     interrupt_everywhere,
 )
-from tests.fakes.proxy_harness import Way
+from tests.fakes.proxy_harness import Harness, Way
 
 pytestmark = pytest.mark.cancellation
 
@@ -215,6 +223,91 @@ WAYS_OF_PUSHING = [
     ),
 ]
 
+# ── a decoder that needs no prefiller, though one was granted, or was to be had ────────────────────────────────────
+
+
+class Behind:
+    """Every prefiller is behind. Implements `grant.Forecaster`."""
+
+    def foresee(self, demand: Demand, owner: Any, peer: Any, now: float) -> Forecast:
+        return Forecast(0.01, True)
+
+    def relieve(
+        self, demand: Demand, num_behind: int, readers: Sequence[Any], writers: Sequence[Any], now: float
+    ) -> None:
+        return None
+
+
+class Idle(Behind):
+    """Every prefiller would write an answer sooner than a decoder has room for it. Implements `grant.Forecaster`."""
+
+    def relieve(
+        self, demand: Demand, num_behind: int, readers: Sequence[Any], writers: Sequence[Any], now: float
+    ) -> tuple[Any, Forecast]:
+        return readers[0], Forecast(0.01, True)
+
+
+@asynccontextmanager
+async def all_behind(house: Harness) -> AsyncIterator[None]:
+    (house.leader or house.proxy).pool.admission.kernel._forecaster = Behind()
+    yield
+
+
+@asynccontextmanager
+async def all_full(house: Harness) -> AsyncIterator[None]:
+    """No decoder has room for another answer."""
+    pool = (house.leader or house.proxy).pool
+    pool.admission.kernel._forecaster = Idle()
+    decoders = pool.of_role("decode")
+    for one in decoders:
+        pool.admission.reside(one, "other", Room(int(one.residency.limit)))
+    yield
+    for one in decoders:
+        pool.admission.vacate(one, "other")
+
+
+class Everything(KvIndex):
+    """It has each prompt."""
+
+    @property
+    def is_exact(self) -> bool:
+        return True
+
+    def has_all(self, prompt: PromptBlocks, adapter: str = "") -> bool:
+        return True
+
+
+@asynccontextmanager
+async def all_cached(house: Harness) -> AsyncIterator[None]:
+    """Each decoder has each prompt."""
+    house.proxy.pool.knows_caches = True
+    with zmq.asyncio.Context() as context:
+        for instance in house.proxy.pool.instances:
+            instance.kv_events = Subscriber(Everything(), context, "tcp://127.0.0.1:1", None, name=instance.name)
+        yield
+
+
+AloneRoad = partial(Road, path="local", body={"prompt": [1] * 8, "stream": True})
+DECODE_FAILS: dict[str, Any] = {"attempts": 2, "faults": {"first": BROKEN}}
+WAYS_ALONE = [
+    AloneRoad(name="behind", num_points=20, arrange=all_behind),
+    AloneRoad(name="behind, pulled", num_points=20, arrange=all_behind, fleet=nixl_fleet),
+    AloneRoad(name="behind, asked for as a whole", num_points=5, arrange=all_behind, body={"prompt": [1] * 8}),
+    AloneRoad(name="behind, failover", num_points=20, arrange=all_behind, **DECODE_FAILS),
+    AloneRoad(name="decoders full", num_points=20, arrange=all_full, fleet=nixl_fleet),
+    AloneRoad(name="decoders full, whole", num_points=5, arrange=all_full, fleet=nixl_fleet, body={"prompt": [1] * 8}),
+    AloneRoad(name="cached", num_points=20, arrange=all_cached),
+    AloneRoad(name="cached, pulled", num_points=20, arrange=all_cached, fleet=nixl_fleet),
+    AloneRoad(name="cached, pulled, failover", num_points=20, arrange=all_cached, fleet=nixl_fleet, **DECODE_FAILS),
+    AloneRoad(
+        name="cached, goes on elsewhere after its first byte",
+        num_points=20,
+        arrange=all_cached,
+        attempts=2,
+        faults={"middle": BROKEN},
+    ),
+]
+
 # ── several prompts, each of which goes a way of its own ────────────────────────────────────────────────────────────
 
 SeveralRoad = partial(Road, path=None)
@@ -239,7 +332,7 @@ WAYS_OF_SEVERAL = [
 ]
 TRIED: list[tuple[Way, Road]] = [
     *(("awaited", road) for road in WAYS_THROUGH),
-    *(("relay", road) for road in (*WAYS_THROUGH, *WAYS_OF_PULLING, *WAYS_OF_PUSHING, *WAYS_OF_SEVERAL)),
+    *(("relay", road) for road in (*WAYS_THROUGH, *WAYS_OF_PULLING, *WAYS_OF_PUSHING, *WAYS_ALONE, *WAYS_OF_SEVERAL)),
 ]
 """Where the KV comes from and where the answer goes are nothing to each other, so not all of it is tried twice."""
 
@@ -292,12 +385,23 @@ async def test_interrupted_anywhere_nothing_is_left(
 
 
 @pytest.mark.parametrize("interruption", INTERRUPTIONS, ids=lambda interruption: interruption.name)
-@pytest.mark.parametrize("name", ["disaggregated, streamed", "queued", "failover: prefill broke"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "disaggregated, streamed",
+        "queued",
+        "failover: prefill broke",
+        "behind",
+        "behind, asked for as a whole",
+        "cached",
+        "cached, pulled",
+    ],
+)
 async def test_interrupted_anywhere_by_way_of_a_front_nothing_is_left_at_the_leader(
     name: str, interruption: Interruption, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy_harness, "IS_BY_FRONT", True)
-    road = next(road for road in WAYS_THROUGH if road.name == name)
+    road = next(road for road in (*WAYS_THROUGH, *WAYS_ALONE) if road.name == name)
     calls = await interrupt_everywhere(road, interruption, tokenizer, "relay")
     assert not calls[-1].suspensions.is_reached, f"still not through after {MAX_POINTS} suspensions"
     assert sum(call.is_struck for call in calls) >= road.num_points

@@ -117,7 +117,7 @@ async def test_full_queue_and_long_wait() -> None:
 
 
 async def test_nobody_is_ready() -> None:
-    async with proxy_in_front_of() as house:
+    async with proxy_in_front_of(when_no_prefiller="refuse") as house:
         house.proxy.pool.instances[0].lost("switched off")
         answer = await house.post()
         assert (answer.status, answer.error["code"]) == (503, "no_ready_instance")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -298,6 +299,58 @@ async def test_a_response_that_breaks_off_at_its_keeper() -> None:
         house.decoder.num_to_break = None
 
 
+async def test_what_a_kept_response_is_asked_for_shows_the_clients_key_where_engines_are_to_see_it() -> None:
+    shown = {"authorization": "Bearer mine"}
+    async with proxy_in_front_of(**fleet()) as house:
+        kept = f"{RESPONSES}/{(await post(house, RESPONSES, shown)).json()['id']}"
+        await house.call_raw(kept, b"", shown, method="GET").answer()
+        await house.call_raw(f"{kept}/cancel", b"", shown).answer()
+        asked = [one for one in house.decoder.calls if one.path.startswith(kept)]
+        assert [one.headers.get("authorization") for one in asked] == ["Bearer mine"] * 2
+    async with proxy_in_front_of(**fleet(), api_keys=("mine",)) as house:
+        kept = f"{RESPONSES}/{(await post(house, RESPONSES, shown)).json()['id']}"
+        await house.call_raw(kept, b"", shown, method="GET").answer()
+        assert "authorization" not in house.decoder.calls[-1].headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_is_not_shown_with_a_key_of_another_name(tmp_path: Path, stream: bool) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a name=shop\nb name=shop\nc name=other\nd\n")
+    file.chmod(0o600)
+    async with proxy_in_front_of(**fleet(2), api_keys_file=file) as house:
+        response = (await post(house, RESPONSES, {"x-api-key": "a"})).json()["id"]
+        for key, status in (("a", 200), ("b", 200), ("c", 404), ("d", 404)):
+            shown = {"x-api-key": key}
+            assert (await house.call_raw(f"{RESPONSES}/{response}", b"", shown, method="GET").answer()).status == status
+            assert (await house.call_raw(f"{RESPONSES}/{response}/cancel", b"", shown).answer()).status == status
+            answer = await post(house, RESPONSES, shown, previous_response_id=response, stream=stream)
+            assert answer.status == status
+            again = None if stream or status != 200 else answer.json()["id"]
+            if again is not None:  # it is kept under the same name
+                assert (await post(house, RESPONSES, shown, previous_response_id=again)).status == 200
+
+
+@pytest.mark.parametrize("kind", ["response.failed", "error"])
+async def test_a_kept_responses_stream_ends_with_one_error(kind: str) -> None:
+    async with proxy_in_front_of(**fleet(), retries=0) as house:
+        response = (await post(house, RESPONSES)).json()["id"]
+        told: dict[str, Any] = {"type": kind, "error": {"type": "internal_error", "message": "oh"}}
+        error = f"event: {kind}\ndata: {json.dumps(told)}\n\n".encode()
+        whole = house.decoder.stream(
+            RESPONSES, house.decoder._as_chat(RESPONSES, {"model": "tiny"} | PROMPT[RESPONSES])
+        )
+        house.decoder.events = [*whole[:6], error]
+        answer = await post(house, RESPONSES, previous_response_id=response, stream=True)
+        kinds = [one["type"] for one in events_of(answer)]
+        assert kinds[-1] == kind
+        assert not {"error", "response.failed"} & set(kinds[:-1])
+        assert house.proxy.recent.facts()[0]["outcome"] == "failed"
+        house.decoder.events = [error]
+        answer = await post(house, RESPONSES, previous_response_id=response, stream=True)
+        assert answer.status == 502  # nothing was said before it
+
+
 async def test_a_query_as_anthropics_clients_send_it() -> None:
     async with proxy_in_front_of(**fleet()) as house:
         body = json.dumps({"model": "tiny"} | PROMPT[MESSAGES]).encode()
@@ -363,3 +416,14 @@ def test_bad_bodies_are_told_by_field(path: str, body: dict[str, Any], param: st
         parser_of(path)(path, json.dumps(PROMPT[path] | body).encode(), {}, EQUALLY_URGENT)
     assert error.value.param == param
     assert param in str(error.value)
+
+
+@pytest.mark.parametrize("number", ["1e999", "9" * 400, str(2**64)])
+@pytest.mark.parametrize("path", [*APIS, "/v1/embeddings", "/detokenize"])
+def test_numbers_that_no_engine_can_read(path: str, number: str) -> None:
+    given = json.dumps(PROMPT.get(path, {}) | {"tokens": [1]})
+    for field in ("temperature", "tokens"):
+        body = given[:-1] + f', "{field}": [{number}]}}'
+        with pytest.raises(InvalidRequest, match="out of range") as error:
+            parser_of(path)(path, body.encode(), {}, EQUALLY_URGENT)
+        assert error.value.param == field

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.engines.http.base import EngineBroken
+from pdproxy.errors import OutOfDescriptors
 from tests.fakes.fake_apis import VECTOR, FakeApis
 from tests.fakes.fake_engine import FakeEngine, error_reply, json_reply
 from tests.fakes.proxy_harness import WAYS, Harness, Way, proxy_in_front_of
@@ -104,7 +105,7 @@ async def test_a_refusal_is_passed_on_and_asked_of_nobody_else() -> None:
 
 
 async def test_faults_open_the_breaker() -> None:
-    async with proxy_in_front_of(**fleet(), retries=0, breaker_faults=3) as house:
+    async with proxy_in_front_of(**fleet(), breaker_faults=3) as house:
         house.prefiller.fail_at["/tokenize"] = error_reply(500, "broken")
         for _ in range(8):
             await post(house, "/tokenize")
@@ -113,6 +114,29 @@ async def test_faults_open_the_breaker() -> None:
         assert not instance.breaker.allows()
         assert (await post(house, "/tokenize")).status == 200
         house.proxy.pool.of_role("prefill")[0].breaker.reset()
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_a_body_over_which_engines_stumble_takes_none_of_them_away(retries: int) -> None:
+    """A client must not shut others out of a fleet with a body of which its engines' servers did not think."""
+    async with proxy_in_front_of(**fleet(), breaker_faults=3, retries=retries) as house:
+        for engine in (house.prefiller, house.decoder):
+            engine.fail_at["/detokenize"] = error_reply(500, "Internal Server Error")
+        for _ in range(10):
+            assert (await post(house, "/detokenize")).status == 502
+        assert all(one.breaker.allows() for one in house.proxy.pool.instances)
+        assert (await house.post()).status == 200
+
+
+async def test_too_few_descriptors() -> None:
+    class Spent:
+        def check(self, num_requests: int) -> None:
+            raise OutOfDescriptors("no descriptors", retry_after_s=1.0)
+
+    async with proxy_in_front_of(**fleet()) as house:
+        house.proxy.orchestrator._descriptors = Spent()  # type: ignore[assignment]
+        assert (await post(house, "/tokenize")).error["code"] == "out_of_descriptors"
+        assert not asked(house, "/tokenize")
 
 
 @pytest.mark.parametrize("said", [{"detail": "Not Found"}, {"error": {"message": "Not Found", "code": 404}}])

@@ -32,7 +32,7 @@ class Told(NoEngines):
 
     def __init__(self, size: PromptSize | None = None, **traits: Any) -> None:
         self.told, self.num_asked = size, 0
-        self.traits = {"agree": True, "take_ids": False, "need_length": True, "need_ids": False}
+        self.traits = {"agree": True, "take_ids": False, "need_length": True, "need_ids": False, "wants_ids": False}
         self.traits |= {"have_plenty": False} | traits
 
     def agree(self, model: str | None) -> bool:
@@ -52,6 +52,9 @@ class Told(NoEngines):
 
     def need_ids(self, request: GenerationRequest) -> bool:
         return bool(self.traits["need_ids"])
+
+    def wants_ids(self, request: GenerationRequest) -> bool:
+        return bool(self.traits["wants_ids"])
 
     async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
         self.num_asked += 1

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.config.values import RoutingPolicy
+from pdproxy.config.values import DecodePolicy, RoutingPolicy
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.routing.affinity import BYTES_PER_TOKEN, PrefixAffinity, home, rendezvous
 from pdproxy.fleet.routing.candidate import NO_HINTS, RoutingHints, Snapshot
@@ -54,15 +54,15 @@ def prompt(number: int, *more: int) -> RoutingHints:
 
 
 KEYED = {"session_affinity": session, "prefix_affinity": prompt}
-ALL = list(get_args(RoutingPolicy))
-BY_LOAD = ["round_robin", "least_slots", "least_queued_tokens", "power_of_two"]
+ALL = list(dict.fromkeys(get_args(DecodePolicy) + get_args(RoutingPolicy)))
+BY_LOAD = ["round_robin", "least_slots", "least_resident", "least_queued_tokens", "power_of_two"]
 
 
 # ── by name ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_policy_of_the_configuration_is_there():
-    assert list(POLICIES) == ALL
+    assert sorted(POLICIES) == sorted(ALL)
 
 
 def test_an_unknown_policy_is_refused_with_what_there_is():
@@ -93,6 +93,7 @@ def test_one_candidate_is_the_pick(name):
             capacity=st.sampled_from([0, 64]),
             queued_tokens=st.integers(0, 10**6),
             num_legs=st.integers(0, 50),
+            resident_share=st.floats(0.0, 2.0),
             weight=st.floats(0.0, 1.0),
         ),
         min_size=1,
@@ -164,6 +165,14 @@ def test_least_slots_counts_what_is_held_of_all_there_is():
         Snapshot(name="larger", held=60, capacity=128, num_legs=40),
     ]
     assert picks(policy("least_slots"), candidates, 2) == ["larger", "larger"]
+
+
+def test_least_resident_counts_the_fuller_of_two_memories():
+    pages = Snapshot(name="pages", held=32, capacity=64, resident_share=0.1)
+    cache = Snapshot(name="cache", held=1, capacity=64, resident_share=0.6)
+    assert picks(policy("least_resident"), [pages, cache], 1) == ["pages"]
+    unguarded = [Snapshot(name="full", resident_share=0.7), Snapshot(name="empty", resident_share=0.2, num_legs=9)]
+    assert picks(policy("least_resident"), unguarded, 2) == ["empty", "empty"]
 
 
 def test_least_slots_of_prefillers_counts_legs():
