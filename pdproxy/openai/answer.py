@@ -75,6 +75,22 @@ class CountedChunk(Chunk):
     usage: Usage | None = None
 
 
+class PrefilledChoice(Choice):
+    """A `PrefilledChoice` is the choice of an answer to a prefill leg."""
+
+    prompt_token_ids: msgspec.Raw = NULL
+
+
+class PrefilledAnswer(msgspec.Struct):
+    """A `PrefilledAnswer` holds what is looked at in every answer to a prefill leg, in one reading."""
+
+    choices: list[PrefilledChoice]
+    usage: Usage | None = None
+    error: Any = None
+    kv_transfer_params: msgspec.Raw = NULL
+    prompt_token_ids: msgspec.Raw = NULL
+
+
 class ModelCard(msgspec.Struct):
     """A `ModelCard` is one name under which a model is served.
 

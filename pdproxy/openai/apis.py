@@ -2,8 +2,9 @@
 which one instance answers as they are (``/tokenize``, ``/v1/embeddings`` and the like).
 
 Of such a body only that is checked which the proxy goes by. The engine objects to the rest, in its own words. What
-clients may not set is left out, as in any body (`request.allowed_fields`). A violation would be a field of the client's
-that reaches an engine as ``kv_transfer_params``, or an engine that is asked for more than the proxy has counted.
+clients may not set is left out, as in any body (`request.allowed_fields`), and numbers that no engine can read are
+refused. A violation would be a field of the client's that reaches an engine as ``kv_transfer_params``, or an engine
+that is asked for more than the proxy has counted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import msgspec
 
 from pdproxy.errors import InvalidRequest
 from pdproxy.ids import fresh_id
+from pdproxy.openai.body import Fields, ModelName
+from pdproxy.openai.numbers import check_numbers, may_overflow
 from pdproxy.openai.priority import PriorityLimits, read_priority
 from pdproxy.openai.request import (
     EQUALLY_URGENT,
@@ -22,9 +25,7 @@ from pdproxy.openai.request import (
     MESSAGES,
     ONE,
     RESPONSES,
-    Fields,
     GenerationRequest,
-    ModelName,
     PromptKind,
     allowed_fields,
     parse,
@@ -52,6 +53,8 @@ PASSED: Mapping[str, str] = {
     COUNT_TOKENS: "count_tokens",
 }
 """The paths whose bodies one instance answers as they are, each with the reason that metrics tell."""
+UNREAD = frozenset({"/tokenize", "/detokenize", COUNT_TOKENS})
+"""The passed paths at which no model reads anything."""
 KEPT_RESPONSE = "kept_response"
 """The reason for a request that only the decoder can serve which has what it refers to."""
 
@@ -62,8 +65,8 @@ _MARKED_ID = re.compile(r"resp_[0-9a-f]{32}([0-9a-f]{8})")
 _MEDIA = re.compile(
     rb'"type"\s*:\s*"(?:image|document|input_image|input_file|input_audio|image_url|computer_screenshot)"'
 )
-_CLIENT_TOOLS = frozenset({"function", "custom"})
-"""The types of tools which the client runs. All others are the engine's."""
+_CLIENT_TOOLS = frozenset({"function", "custom", "namespace"})
+"""The types of tools which the client runs (a namespace has more of them). All others are the engine's."""
 _RESPONSE_ONLY_ONCE = ("request_id", "store", "background")
 
 
@@ -200,6 +203,8 @@ def _request(
     keeper: str | None = None,
     runs_tools: bool = False,
 ) -> GenerationRequest:
+    if may_overflow(body):
+        check_numbers(given)
     return GenerationRequest(
         endpoint=endpoint,
         fields=allowed_fields(given),

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
-from pdproxy.openai.request import Fields, encode
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import encode
 from pdproxy.openai.response import BROKEN_FINISHES, CorruptAnswer
 from pdproxy.openai.sse import data_of, split
 

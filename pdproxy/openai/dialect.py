@@ -13,7 +13,8 @@ import msgspec
 
 from pdproxy.errors import EngineReply, ProxyError
 from pdproxy.openai import response
-from pdproxy.openai.request import MESSAGES, RESPONSES, Fields, encode
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import MESSAGES, RESPONSES, encode
 from pdproxy.openai.response import CorruptAnswer
 from pdproxy.openai.sse import DATA_DONE, data_of, event, has_done, split
 from pdproxy.openai.usage import (

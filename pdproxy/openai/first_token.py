@@ -7,16 +7,17 @@ works for completions only, where a token is a piece of text.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from pdproxy.openai.request import Fields, GenerationRequest, encode
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import GenerationRequest, encode
 from pdproxy.openai.sse import data_of, event, split
 
-_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-_IDS = ("prompt_token_ids", "token_ids")
-_COUNTS = (b'"completion_tokens"', b'"text_offset"', b'"prompt_token_ids":[', b'"prompt_token_ids": [')
+_LISTS: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+_IDS: Final = ("prompt_token_ids", "token_ids")
+_COUNTS: Final = (b'"completion_tokens"', b'"text_offset"', b'"prompt_token_ids":[', b'"prompt_token_ids": [')
 """The names of fields that depend on where the answer starts, as they stand in an event. (In a text the names' quotes
 would be escaped.)
 """

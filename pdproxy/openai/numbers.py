@@ -9,22 +9,24 @@ Only where something is found, the fields are read one by one, to name the one a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
 from pdproxy.errors import InvalidRequest
 
-MAX_NAME_CHARS = 64
+MAX_NAME_CHARS: Final = 64
 """The most characters of a field's name that an error message shows, because the name is the client's own text."""
 
-_SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
+_SHAPES: Final = bytes.maketrans(b"123456789E", b"000000000e")
 """A table that makes all digits equal, so that a long number can be searched for as plain bytes."""
-_LONG_INTEGER = b"0" * 19
+_LONG_INTEGER: Final = b"0" * 19
 """The shape of the shortest integer outside of 64 bits, which has 19 digits. A number with a two-digit exponent
 overflows a double only with more than 200 digits before the exponent.
 """
-_COMMON = b"000"
-_LONG_EXPONENT, _LONG_SIGNED_EXPONENT = b"0e000", b"0e+000"
+_COMMON: Final = b"000"
+_LONG_EXPONENT: Final = b"0e000"
+_LONG_SIGNED_EXPONENT: Final = b"0e+000"
 
 
 def may_overflow(json: bytes) -> bool:

@@ -7,17 +7,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from pdproxy.errors import InvalidRequest
 
-FIELD = "priority"
-HEADER = "x-pdproxy-priority"
-MAX_LEVELS = 1024
+FIELD: Final = "priority"
+HEADER: Final = "x-pdproxy-priority"
+MAX_LEVELS: Final = 1024
 """The most priorities that an operator may tell apart. Each one in use costs every look at the queue a little."""
 
-_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+_INTEGER: Final = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,57 +11,62 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from pdproxy.errors import InvalidRequest
 from pdproxy.openai import priority, timeout
+from pdproxy.openai.body import (
+    NULL,
+    Fields,
+    Message,
+    Options,
+    read_fields,
+    read_messages,
+    read_more,
+    read_options,
+    read_prompt,
+    read_text_messages,
+)
 from pdproxy.openai.numbers import check_numbers, has_long_integer, may_overflow
 from pdproxy.openai.priority import PriorityLimits, read_priority
 from pdproxy.openai.timeout import read_timeout
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+RESPONSES: Final = "/v1/responses"
+MESSAGES: Final = "/v1/messages"
 """Anthropic's generation endpoint, which vLLM serves as well."""
 
-Fields = dict[str, msgspec.Raw]
+ONE: Final = msgspec.Raw(b"1")
+TRUE: Final = msgspec.Raw(b"true")
+FALSE: Final = msgspec.Raw(b"false")
 
-ONE = msgspec.Raw(b"1")
-TRUE = msgspec.Raw(b"true")
-FALSE = msgspec.Raw(b"false")
-
-TOKEN_IDS = "return_token_ids"
+TOKEN_IDS: Final = "return_token_ids"
 """vLLM's name for the option that puts ``token_ids`` into every choice."""
-EQUALLY_URGENT = PriorityLimits(least=0, most=0)
-MAX_MODEL_CHARS = 256
-"""The most characters of a model's name, because it is logged, shown and echoed in errors."""
+EQUALLY_URGENT: Final = PriorityLimits(least=0, most=0)
 
-_OURS = frozenset({priority.FIELD, timeout.FIELD})
-_FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
-_FORBIDDEN_PREFIX = "bootstrap_"
-_NOT_FOR_ENGINES = _OURS | _FORBIDDEN
-_MORE = "vllm_xargs"
+_OURS: Final = frozenset({priority.FIELD, timeout.FIELD})
+_FORBIDDEN: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
+_FORBIDDEN_PREFIX: Final = "bootstrap_"
+_NOT_FOR_ENGINES: Final = _OURS | _FORBIDDEN
+_MORE: Final = "vllm_xargs"
 """The field whose members vLLM puts where its own arguments are. So a forbidden field must not be among them either."""
-_PROMPTS = frozenset({"prompt", "messages"})
-_API_PROMPT = {MESSAGES: "messages", RESPONSES: "input"}
+_PROMPTS: Final = frozenset({"prompt", "messages"})
+_API_PROMPT: Final = {MESSAGES: "messages", RESPONSES: "input"}
 """The field of each API's body that has most of the prompt."""
-_LEAST = ("min_tokens", "min_completion_tokens")
-_DROPPED_FROM_PREFILL = frozenset({*_LEAST, "stream_options"})
-_ONE_IN_PREFILL = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
-_SET_IN_PREFILL = {"stream": FALSE} | dict.fromkeys(_ONE_IN_PREFILL, ONE)
-_NULL = msgspec.Raw(b"null")
-_UNSET = (b"null", b"false", b"[]", b'""')
-_SHORT_BYTES = 4096
+_LEAST: Final = ("min_tokens", "min_completion_tokens")
+_DROPPED_FROM_PREFILL: Final = frozenset({*_LEAST, "stream_options"})
+_ONE_IN_PREFILL: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
+_SET_IN_PREFILL: Final = {"stream": FALSE} | dict.fromkeys(_ONE_IN_PREFILL, ONE)
+_UNSET: Final = (b"null", b"false", b"[]", b'""')
+_SHORT_BYTES: Final = 4096
 """The body length in bytes up to which reading a body twice takes almost no time."""
-_DIGITS_AND_SPACES = b"0123456789 \t\r\n"
-_QUOTE = ord('"')
+_DIGITS_AND_SPACES: Final = b"0123456789 \t\r\n"
+_QUOTE: Final = ord('"')
 
 T = TypeVar("T")
-ModelName = Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARS)]
-TokenId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class PromptKind(enum.Enum):
@@ -74,72 +79,36 @@ class PromptKind(enum.Enum):
     """The prompt is in several fields, of which the engine makes one: ``/v1/messages``, ``/v1/responses``."""
 
 
-_TEXT, _IDS, _CHAT, _BATCH, _API = PromptKind
+_TEXT: Final = PromptKind.TEXT
+_IDS: Final = PromptKind.IDS
+_CHAT: Final = PromptKind.CHAT
+_BATCH: Final = PromptKind.BATCH
+_API: Final = PromptKind.API
 
 
-class Message(msgspec.Struct):
-    """A `Message` is what is checked of one chat message. A `content` part other than text makes a request
-    `has_media`.
-    """
-
-    class Part(msgspec.Struct):
-        type: str = "text"
-
-    role: str
-    content: str | list[Part | str] | None = None
-
-
-class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class _TextMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A `_TextMessage` is a message that gives a chat template nothing but text."""
-
-    role: str
-    content: str | list[_TextPart]
-    name: str | None = None
-
-
-class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-
-
-class _Options(msgspec.Struct):
-    """`_Options` are the fields that are looked at besides the prompt. A null field counts as absent."""
-
-    model: ModelName | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
-    best_of: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    echo: msgspec.Raw = _NULL
-    prompt_logprobs: msgspec.Raw = _NULL
-    stop: msgspec.Raw = _NULL
-    return_token_ids: msgspec.Raw = _NULL
-
-
-class Prompt(msgspec.Struct):
+class Prompt:
     """A `Prompt` says what kind of prompt a body has."""
 
-    kind: PromptKind
-    num_bytes: int
-    num_prompts: int = 1
-    num_ids: int | None = None
-    num_messages: int = 0
-    has_media: bool = False
-    has_text_only: bool = True
+    __slots__ = ("has_media", "has_text_only", "kind", "num_bytes", "num_ids", "num_messages", "num_prompts")
 
-
-_fields = msgspec.json.Decoder(Fields)
-_more = msgspec.json.Decoder(Fields | None)
-_options = msgspec.json.Decoder(_Options)
-_prompt = msgspec.json.Decoder(str | list[TokenId | str | list[TokenId]])
-_messages = msgspec.json.Decoder(list[Message])
-_text_messages = msgspec.json.Decoder(list[_TextMessage])
+    def __init__(
+        self,
+        kind: PromptKind,
+        num_bytes: int,
+        *,
+        num_prompts: int = 1,
+        num_ids: int | None = None,
+        num_messages: int = 0,
+        has_media: bool = False,
+        has_text_only: bool = True,
+    ) -> None:
+        self.kind = kind
+        self.num_bytes = num_bytes
+        self.num_prompts = num_prompts
+        self.num_ids = num_ids
+        self.num_messages = num_messages
+        self.has_media = has_media
+        self.has_text_only = has_text_only
 
 
 @dataclass(slots=True, kw_only=True)
@@ -304,7 +273,8 @@ def whole_body(request: GenerationRequest, *, with_ids: bool) -> bytes:
     return encode(with_token_ids(request.fields) if with_ids else request.fields)
 
 
-def encode(fields: Fields) -> bytes:
+def encode(fields: Fields | list[Any]) -> bytes:
+    """Returns the JSON of an object, or of a list of them."""
     return msgspec.json.encode(fields)
 
 
@@ -318,7 +288,7 @@ def parse_object(body: bytes, *, is_ascii: bool) -> Fields:
     try:
         if not is_ascii:
             body.decode()
-        return _fields.decode(body)
+        return read_fields.decode(body)
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not valid UTF-8 (byte {error.start})") from None
     except msgspec.ValidationError:
@@ -327,14 +297,14 @@ def parse_object(body: bytes, *, is_ascii: bool) -> Fields:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
 
-def _options_of(given: Fields, body: bytes) -> _Options:
+def _options_of(given: Fields, body: bytes) -> Options:
     """Returns what is looked at besides the prompt. Engines can read every number outside the prompt then. Raises
     `InvalidRequest`.
     """
     rest = body if len(body) <= _SHORT_BYTES else _without_prompt(given)
     if may_overflow(rest):
         check_numbers({name: raw for name, raw in given.items() if name not in _PROMPTS})
-    return read_field(_options, rest)
+    return read_field(read_options, rest)
 
 
 def _without_prompt(given: Fields) -> bytes:
@@ -348,7 +318,7 @@ def allowed_fields(given: Fields) -> Fields:
     if not _NOT_FOR_ENGINES.isdisjoint(given) or _FORBIDDEN_PREFIX in " ".join(given):
         fields = {name: raw for name, raw in given.items() if name not in _OURS and not _is_forbidden(name)}
     if _MORE in fields:
-        more = read_field(_more, fields[_MORE], _MORE)
+        more = read_field(read_more, fields[_MORE], _MORE)
         if more is not None and any(map(_is_forbidden, more)):
             rest = {name: raw for name, raw in more.items() if not _is_forbidden(name)}
             fields = fields | {_MORE: msgspec.Raw(encode(rest))}
@@ -385,7 +355,7 @@ def _wrong_type(error: msgspec.ValidationError, param: str) -> InvalidRequest:
 
 def required(fields: Fields, name: str) -> msgspec.Raw:
     raw = fields.get(name)
-    if raw is None or raw == _NULL:
+    if raw is None or raw == NULL:
         raise InvalidRequest(f"{name} is missing", param=name)
     return raw
 
@@ -396,14 +366,14 @@ def positive(number: int | None, name: str) -> int | None:
     return number
 
 
-def _max_tokens(options: _Options) -> int | None:
+def _max_tokens(options: Options) -> int | None:
     newer = positive(options.max_completion_tokens, "max_completion_tokens")
     older = positive(options.max_tokens, "max_tokens")
     return newer if newer is not None else older
 
 
 def _is_set(raw: msgspec.Raw) -> bool:
-    return raw is not _NULL and bytes(raw) not in _UNSET
+    return raw is not NULL and bytes(raw) not in _UNSET
 
 
 def refuse(condition: bool, param: str, message: str) -> None:
@@ -425,7 +395,7 @@ def prompt_of(raw: msgspec.Raw) -> Prompt:
         return Prompt(_TEXT, num_bytes)
     if num_ids := _count_ids(bytes(view)):
         return Prompt(_IDS, num_bytes, num_ids=num_ids)
-    prompt: Any = read_field(_prompt, raw, "prompt")
+    prompt: Any = read_field(read_prompt, raw, "prompt")
     refuse(not prompt, "prompt", "prompt is empty")
     kinds = {type(part) for part in prompt}
     refuse(len(kinds) > 1, "prompt", "prompt mixes text, ids and lists of ids")
@@ -455,11 +425,11 @@ def _count_ids(prompt: bytes) -> int:
 def _chat(raw: msgspec.Raw) -> Prompt:
     num_bytes = len(memoryview(raw))
     try:  # most chats are text
-        if num_texts := len(_text_messages.decode(raw)):
+        if num_texts := len(read_text_messages.decode(raw)):
             return Prompt(_CHAT, num_bytes, num_messages=num_texts)
     except msgspec.DecodeError:
         pass
-    messages = read_field(_messages, raw, "messages")
+    messages = read_field(read_messages, raw, "messages")
     refuse(not messages, "messages", "messages is empty")
     has_media = False
     for message in messages:

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from pdproxy.openai.answer import Choice, Chunk
-from pdproxy.openai.request import Fields, GenerationRequest, encode
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import GenerationRequest, encode
 from pdproxy.openai.sse import DONE, data_of, event, split
 
 BROKEN_FINISHES = frozenset({"error", "abort"})

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.openai.request import Fields, GenerationRequest, prompt_of
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import GenerationRequest, prompt_of
 from pdproxy.openai.response import CorruptAnswer
 from pdproxy.openai.sse import DONE, data_of, event, split
 

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-DONE = b"data: [DONE]\n\n"
-DATA_DONE = b"data: [DONE]"
-_USUAL_START = b"data: "
+DONE: Final = b"data: [DONE]\n\n"
+DATA_DONE: Final = b"data: [DONE]"
+_USUAL_START: Final = b"data: "
 """The start of nearly every event, which is one line and a blank line."""
-_LONGEST_BORDER = len(b"\r\n\r\n")
+_LONGEST_BORDER: Final = len(b"\r\n\r\n")
 
 
 def event(data: Any) -> bytes:

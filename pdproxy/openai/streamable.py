@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import msgspec
 
-from pdproxy.openai.request import TRUE, Fields, GenerationRequest, PromptKind
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import TRUE, GenerationRequest, PromptKind
 
 _AS_A_STREAM: Fields = {"stream": TRUE, "stream_options": msgspec.Raw(b'{"include_usage":true}')}
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
 from pdproxy.errors import InvalidRequest
 
-FIELD = "timeout"
-HEADER = "x-request-timeout"
+FIELD: Final = "timeout"
+HEADER: Final = "x-request-timeout"
 
-_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s)?")
+_DURATION: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s)?")
 
 
 def read_timeout(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) -> float | None:

@@ -9,24 +9,31 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from typing import Final
 
 from pdproxy.openai.sse import split
 
-_IDS, _SPACED_IDS = b'"token_ids":[', b'"token_ids": ['
+_IDS: Final = b'"token_ids":['
+_SPACED_IDS: Final = b'"token_ids": ['
 """The bytes with which the ids of an event's tokens begin, as one engine or another writes JSON. (In a text the quotes
 would be escaped.)"""
-_LEAST_BYTES = 64
+_LEAST_BYTES: Final = 64
 """Less than any event with ids has before them. `find` takes as long as all the rest that is done with one event."""
-_CHOICE, _CHOICES = b'"finish_reason"', b'"choices"'
+_CHOICE: Final = b'"finish_reason"'
+_CHOICES: Final = b'"choices"'
 """The bytes that every choice of an event has once, also while it is null; and those that every event has, for engines
 that leave out what is null."""
-_ROLE = b'"role":'
-_PROMPT, _OUTPUT = b'"prompt_tokens"', b'"completion_tokens"'
-_INPUT, _WRITTEN = b'"input_tokens"', b'"output_tokens"'
-_CACHE_READ = b'"cache_read_input_tokens"'
-_NUMBER = re.compile(rb"\s*:\s*(\d{1,12})")
+_ROLE: Final = b'"role":'
+_PROMPT: Final = b'"prompt_tokens"'
+_OUTPUT: Final = b'"completion_tokens"'
+_INPUT: Final = b'"input_tokens"'
+_WRITTEN: Final = b'"output_tokens"'
+_CACHE_READ: Final = b'"cache_read_input_tokens"'
+_NUMBER: Final = re.compile(rb"\s*:\s*(\d{1,12})")
 
-BY_USAGE, BY_IDS, BY_EVENTS = "usage", "ids", "events"
+BY_USAGE: Final = "usage"
+BY_IDS: Final = "ids"
+BY_EVENTS: Final = "events"
 """The ways in which the tokens of an answer are counted: the engine tells them, each id is one, or each choice of an
 event is one. The last is no exact number: an event may have several tokens, or none."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pdproxy.openai.answer import Choice
-from pdproxy.openai.request import Fields
+from pdproxy.openai.body import Fields
 from pdproxy.openai.sse import data_of, split
 
 

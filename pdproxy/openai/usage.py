@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.openai.request import Fields, encode
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import encode
 from pdproxy.openai.sse import data_of, event, split
 
 _IDS = rb'"(?:prompt_)?token_ids":\s*(?:\[[0-9,\s]*\]|null)'

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 from pdproxy.admission.account import Lease
 from pdproxy.admission.custody import Custody
@@ -45,8 +45,8 @@ class Phase(StrEnum):
     CANCELLED = "cancelled"
 
 
-ENDS = frozenset({Phase.DONE, Phase.FAILED, Phase.CANCELLED})
-_BROKEN_OFF = frozenset({Phase.FAILED, Phase.CANCELLED})
+ENDS: Final = frozenset({Phase.DONE, Phase.FAILED, Phase.CANCELLED})
+_BROKEN_OFF: Final = frozenset({Phase.FAILED, Phase.CANCELLED})
 
 
 def _steps(*life: Phase) -> Mapping[Phase, frozenset[Phase]]:
@@ -56,14 +56,14 @@ def _steps(*life: Phase) -> Mapping[Phase, frozenset[Phase]]:
     return steps | dict.fromkeys(ENDS, frozenset[Phase]())
 
 
-PHASE_STEPS: Mapping[Path, Mapping[Phase, frozenset[Phase]]] = {
+PHASE_STEPS: Final[Mapping[Path, Mapping[Phase, frozenset[Phase]]]] = {
     Path.DISAGGREGATED: _steps(Phase.QUEUED, Phase.PREFILL, Phase.KV_WAIT, Phase.DECODE, Phase.DONE),
     Path.LOCAL: _steps(Phase.QUEUED, Phase.DECODE, Phase.DONE),
     Path.PREFILL_ONLY: _steps(Phase.QUEUED, Phase.PREFILL, Phase.DONE),
     Path.PASSED: _steps(Phase.QUEUED, Phase.PASSED, Phase.DONE),
 }
 
-_STEP_IN = {
+_STEP_IN: Final = {
     Phase.QUEUED: "slot_wait",
     Phase.PREFILL: "prefill",
     Phase.KV_WAIT: "kv_wait",
@@ -75,7 +75,9 @@ _STEP_IN = {
 time."""
 
 # Looking up a member in its enum costs more than everything else that is done with it here.
-_AT_FIRST, _STEP_AT_FIRST, _NO_CUSTODY = Phase.QUEUED, _STEP_IN[Phase.QUEUED], Custody.NONE
+_AT_FIRST: Final = Phase.QUEUED
+_STEP_AT_FIRST: Final = _STEP_IN[Phase.QUEUED]
+_NO_CUSTODY: Final = Custody.NONE
 
 
 class AttemptRecord:
@@ -102,12 +104,14 @@ class AttemptRecord:
         "num_kv_bytes",
         "num_pages",
         "num_prompt_tokens",
+        "predicted_s",
         "prefiller",
         "request_id",
         "secret",
         "started",
         "tokenize_s",
         "transfer_s",
+        "waited_for",
     )
 
     def __init__(
@@ -131,6 +135,10 @@ class AttemptRecord:
         self.num_pages: int | None = None
         self.num_kv_bytes: int | None = None
         self.transfer_s: float | None = None
+        self.predicted_s: float | None = None
+        """The seconds from the grant to the first token, as they were predicted; None where nothing was."""
+        self.waited_for: str | None = None
+        """The thing of which there was none when it got in line; None where it did not wait."""
         self.started = clock()
         self._clock = clock
         # State: where the request is, on which path; its pages; the step it is in ("" after the end) and since
@@ -229,6 +237,22 @@ class AttemptRecord:
             return self._seconds
         return {**self._seconds, self._step: self._clock() - self._since}
 
+    @property
+    def handoff_s(self) -> float | None:
+        """The seconds from the prefill leg's end to the decoder's first byte; None where there was no such time."""
+        seconds = self._seconds
+        if "kv_wait" not in seconds or "first_byte" not in seconds:
+            return None
+        return seconds["kv_wait"] + seconds["first_byte"]
+
+    @property
+    def first_token_s(self) -> float | None:
+        """The seconds from the grant to the decoder's first byte; None where none has come."""
+        seconds = self._seconds
+        if "first_byte" not in seconds:
+            return None
+        return seconds.get("prefill", 0.0) + seconds.get("kv_wait", 0.0) + seconds["first_byte"]
+
     def timing_header(self) -> bytes:
         """Returns `phase_seconds` as the value of a ``Server-Timing`` header, in milliseconds."""
         seconds = self.phase_seconds()
@@ -252,6 +276,8 @@ class AttemptRecord:
             "custody": self.custody.value,
             "prefiller": self.prefiller,
             "decoder": self.decoder,
+            "waited_for": self.waited_for,
+            "predicted_s": self.predicted_s,
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_pages": self.num_pages,
             "num_kv_bytes": self.num_kv_bytes,
@@ -272,6 +298,6 @@ def _timing(steps: tuple[str, ...]) -> bytes:
     return ", ".join([f"{step};dur=%b" for step in steps]).encode()
 
 
-_TENTHS = [b"%d.%d" % divmod(tenths, 10) for tenths in range(1000)]
+_TENTHS: Final = [b"%d.%d" % divmod(tenths, 10) for tenths in range(1000)]
 """Short times as text, in milliseconds with one decimal. Most steps take no longer than these, and formatting a float
 costs as much as sending a header."""

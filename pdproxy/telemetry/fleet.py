@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdproxy.admission.residency import Residency
 from pdproxy.fleet.breaker import BreakerState
 from pdproxy.fleet.instance import Health, Instance
 from pdproxy.fleet.pool import Pool
+from pdproxy.kv_events.index import Trust
+
+RoleChangeCounts = Mapping[tuple[str, str, str], int]
+"""The numbers of changes of role that have ended, by the new role, by whom and the outcome."""
 
 _LABELS = ["instance", "role"]
 _GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
@@ -20,13 +26,24 @@ _GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
     ("pdproxy_instance_legs", "HTTP calls to it under way", lambda instance: instance.num_legs),
     ("pdproxy_instance_queued_tokens", "Prompt tokens not prefilled yet", lambda instance: instance.queued_tokens),
 )
+_MEASURED: tuple[tuple[str, str, Callable[[Instance], float | None]], ...] = (
+    ("pdproxy_instance_read_tokens_per_second", "How fast it reads prompts, lately", lambda one: one.read_tokens_per_s),
+    ("pdproxy_instance_handoff_seconds", "From a prefill to its first token, lately", lambda one: one.handoff_s),
+)
+_OF_WRITERS: tuple[tuple[str, str, Callable[[Residency], float | None]], ...] = (
+    ("pdproxy_resident_tokens", "Tokens in use or promised in its KV cache", lambda residency: residency.used),
+    ("pdproxy_resident_capacity", "Tokens that its KV cache has room for", lambda residency: residency.capacity),
+    ("pdproxy_resident_shared_tokens", "Tokens in memory that answers share", lambda residency: residency.shared),
+    ("pdproxy_resident_foreign_tokens", "Tokens in use that are not ours", lambda residency: residency.foreign),
+)
 
 
 class FleetMetrics(Collector):
     """FleetMetrics shows one series per instance of `pool`; those that are leaving it are not among them."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, role_changes: Callable[[], RoleChangeCounts]) -> None:
         self._pool = pool
+        self._role_changes = role_changes
 
     def collect(self) -> Iterator[Metric]:
         instances = self._pool.instances
@@ -35,6 +52,19 @@ class FleetMetrics(Collector):
             for instance in instances:
                 family.add_metric([instance.name, instance.role], float(read(instance)))
             yield family
+        for name, text, measured in _MEASURED:
+            family = GaugeMetricFamily(name, text, labels=_LABELS)
+            for instance in instances:
+                if (speed := measured(instance)) is not None:
+                    family.add_metric([instance.name, instance.role], speed)
+            yield family
+        for name, text, tell in _OF_WRITERS:
+            family = GaugeMetricFamily(name, text, labels=["instance"])
+            for instance in instances:
+                if instance.is_writer and (value := tell(instance.residency)) is not None:
+                    family.add_metric([instance.name], float(value))
+            yield family
+        yield from _caches(instances)
         state = GaugeMetricFamily("pdproxy_instance_state", "1 for the state it is in", labels=[*_LABELS, "state"])
         for instance in instances:
             for health in Health:
@@ -47,10 +77,40 @@ class FleetMetrics(Collector):
             facts = instance.facts  # None of one that has never answered
             wrong.add_metric([instance.name, instance.role], float(facts.num_wrong_tags) if facts is not None else 0.0)
         yield wrong
+        ready = GaugeMetricFamily("pdproxy_revision_ready", "Ready instances of it", labels=["role", "revision"])
+        counts = Counter((one.role, one.revision.label) for one in instances if one.is_ready)
+        for of, number in counts.items():
+            ready.add_metric(of, float(number))
+        yield ready
         leaving = GaugeMetricFamily("pdproxy_instances_leaving", "Removed instances with work under way")
         leaving.add_metric([], float(len(self._pool.leaving)))
         yield leaving
+        changes = CounterMetricFamily(
+            "pdproxy_role_changes", "Changes of role that have ended", labels=["role", "by", "outcome"]
+        )
+        for (role, origin, phase), number in self._role_changes().items():
+            changes.add_metric([role, origin, phase], float(number))
+        yield changes
         yield from _breakers(instances)
+
+
+def _caches(instances: Iterable[Instance]) -> Iterator[Metric]:
+    """Yields what is known of the prefix caches, of instances that publish KV events."""
+    followed = {one: one.kv_events.index for one in instances if one.kv_events is not None}
+    trust = GaugeMetricFamily("pdproxy_kv_index_state", "1 for the state it is in", labels=[*_LABELS, "state"])
+    blocks = GaugeMetricFamily("pdproxy_kv_index_blocks", "Blocks known to be cached there", labels=_LABELS)
+    events = CounterMetricFamily("pdproxy_kv_events", "KV events taken in", labels=_LABELS)
+    gaps = CounterMetricFamily("pdproxy_kv_event_gaps", "Times that KV events were missing", labels=_LABELS)
+    drops = CounterMetricFamily("pdproxy_kv_index_drops", "Times that all was forgotten", labels=_LABELS)
+    for one, index in followed.items():
+        labels = [one.name, one.role]
+        for state in Trust:
+            trust.add_metric([*labels, state.value], float(index.trust is state))
+        blocks.add_metric(labels, float(index.num_blocks))
+        events.add_metric(labels, float(index.num_events))
+        gaps.add_metric(labels, float(index.num_gaps))
+        drops.add_metric(labels, float(index.num_drops))
+    yield from (trust, blocks, events, gaps, drops) if followed else ()
 
 
 def _breakers(instances: Iterable[Instance]) -> Iterator[Metric]:

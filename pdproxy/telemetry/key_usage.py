@@ -12,7 +12,8 @@ import logging
 from prometheus_client import CollectorRegistry
 
 from pdproxy.telemetry.log import Facts
-from pdproxy.telemetry.record import Bystander, RequestRecord
+from pdproxy.telemetry.observer import Bystander
+from pdproxy.telemetry.record import RequestRecord
 from pdproxy.telemetry.series import Counts
 
 log = logging.getLogger("pdproxy.usage")

@@ -5,13 +5,15 @@ A client can write any name as its model. So only names that the fleet serves be
 
 from __future__ import annotations
 
+from typing import Final
+
 from prometheus_client import CollectorRegistry
 
 from pdproxy.fleet.pool import Pool
 from pdproxy.telemetry.record import RequestRecord
 from pdproxy.telemetry.series import Counts, Durations
 
-OTHER = "other"
+OTHER: Final = "other"
 """The label of models that no instance serves, and of requests that name none where that does not tell which it is."""
 
 

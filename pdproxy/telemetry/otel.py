@@ -21,7 +21,8 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pdproxy import __version__
-from pdproxy.telemetry.record import Bystander, Outcome, RequestRecord, Step
+from pdproxy.telemetry.observer import Bystander
+from pdproxy.telemetry.record import Outcome, RequestRecord, Step
 
 FLUSH_S = 5.0
 """Seconds that the last spans have at shutdown to reach the collector."""

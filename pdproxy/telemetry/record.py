@@ -4,11 +4,10 @@ it."""
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Final
 
 from pdproxy.admission.key_limits import Charge
 from pdproxy.openai.token_count import TokenCount
@@ -26,12 +25,7 @@ class Outcome(StrEnum):
 
 
 # Looking up a member in its enum costs more than the comparison.
-_RUNNING, _FAILED = Outcome.RUNNING, Outcome.FAILED
-
-MAX_RECENT = 50
-"""The most requests that are shown of those which have ended."""
-MAX_FIRST_TOKENS = 2048
-"""The most first tokens that are kept of streams that have ended."""
+_RUNNING: Final = Outcome.RUNNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,80 +225,3 @@ class RequestRecord:
         if self._attempt is None or not self._earlier:
             return None
         return self._attempt.started - self._earlier[0].started
-
-
-class Observer(Protocol):
-    """Observer is told what happened; it must not raise and must not wait."""
-
-    def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        """Notes the end of a leg. `outcome` is ``ok``, ``refused`` (4xx), ``busy`` (429, 503), ``failed``,
-        ``timed_out``, ``not_tried`` (the proxy could open no connection), ``no_handoff`` (a prefiller kept no KV),
-        ``no_kv`` (the KV reached no decoder, which is in doubt itself or at fault), ``stale_term`` (the engine has
-        heard of a later leader) or ``closed`` (by the proxy)."""
-
-    def request_finished(self, record: RequestRecord) -> None: ...
-
-
-class Bystander:
-    """Bystander implements `Observer` and does nothing. A method that a subclass does not override is never called by
-    `Observers`, so it costs nothing."""
-
-    def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        """Does nothing."""
-
-    def request_finished(self, record: RequestRecord) -> None:
-        """Does nothing."""
-
-
-class Observers:
-    """Observers passes what happened on to several observers."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        legs = [one for one in observers if type(one).leg_finished is not Bystander.leg_finished]
-        requests = [one for one in observers if type(one).request_finished is not Bystander.request_finished]
-        self._of_legs = [one.leg_finished for one in legs]
-        self._of_requests = [one.request_finished for one in requests]
-
-    def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        for tell in self._of_legs:
-            tell(leg, instance, outcome)
-
-    def request_finished(self, record: RequestRecord) -> None:
-        for tell in self._of_requests:
-            tell(record)
-
-
-class Recent(Bystander):
-    """Recent keeps the last requests, totals by outcome, and the tokens of all answers, for the status page. Implements
-    `Observer`.
-
-    Mutable state: the records, newest last; the totals; how many failed, by error code; the first tokens of the last
-    streams.
-    """
-
-    def __init__(self, limit: int = MAX_RECENT) -> None:
-        self._records: deque[RequestRecord] = deque(maxlen=limit)
-        self.totals: dict[str, int] = {}
-        self.num_prompt_tokens = 0
-        self.num_output_tokens = 0
-        self.failures: dict[str, int] = {}
-        self.first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST_TOKENS)
-        """The first tokens of the last streams that have ended: when each came, on the records' clock, and after how
-        many seconds."""
-
-    def request_finished(self, record: RequestRecord) -> None:
-        if record.is_counted:
-            self._records.append(record)
-            self.totals[record.outcome] = self.totals.get(record.outcome, 0) + 1
-            if record.has_answer:
-                self.num_prompt_tokens += record.num_prompt_tokens or 0
-                self.num_output_tokens += record.num_output_tokens
-            if record.outcome is _FAILED:
-                reason = record.error or "unknown"
-                self.failures[reason] = self.failures.get(reason, 0) + 1
-            if record.stream and (first_s := record.first_token_s) is not None:
-                self.first_tokens.append((record.started + first_s, first_s))
-
-    def facts(self) -> list[dict[str, Any]]:
-        """Returns the facts of the last requests, newest first."""
-        return [record.facts() for record in reversed(self._records)]

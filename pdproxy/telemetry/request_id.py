@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from contextvars import ContextVar
+from typing import Final
 
 from pdproxy.ids import fresh_id
 
-HEADER = "x-request-id"
-MAX_CHARS = 128
+HEADER: Final = "x-request-id"
+MAX_CHARS: Final = 128
 current: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the running task serves; empty where it serves none. Tasks started for a request inherit
 it."""
 
-_FIT = re.compile(rf"[A-Za-z0-9._~:/+=@#-]{{1,{MAX_CHARS}}}")
+_FIT: Final = re.compile(rf"[A-Za-z0-9._~:/+=@#-]{{1,{MAX_CHARS}}}")
 
 
 def accept(given: str | None) -> str:

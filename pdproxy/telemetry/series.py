@@ -7,7 +7,6 @@ counting is adding to a number in a dict.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -16,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from pdproxy.telemetry.histogram import BOUNDS_S, Histogram, observe
+from pdproxy.telemetry.histogram import BOUNDS_S, Histogram, Histograms, Tally
 
 _BUCKETS = (*(str(bound_s) for bound_s in BOUNDS_S), "+Inf")
 
@@ -28,25 +27,17 @@ class Counts(Collector):
         self._name = name
         self._text = text
         self._labels = labels
-        # State: the counts by label values, and when each was begun (seconds since 1970).
-        self._counts: dict[tuple[str, ...], float] = {}
-        self._began: dict[tuple[str, ...], float] = {}
+        self._tally = Tally()
+        self.add = self._tally.add
+        """Adds an amount to the count that has these label values, in the order of `labels`; see `Tally.add`."""
         if not labels:
             self.add((), 0)
-
-    def add(self, values: tuple[str, ...] = (), amount: float = 1) -> None:
-        """Adds `amount` to the count that has these label `values`, in the order of `labels`."""
-        try:
-            self._counts[values] += amount
-        except KeyError:
-            self._began[values] = time.time()
-            self._counts[values] = amount
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         is_told = _are_beginnings_told()
-        for values, count in self._counts.items():
-            family.add_metric(values, count, self._began[values] if is_told else None)
+        for values, count in self._tally.counts.items():
+            family.add_metric(values, count, self._tally.began[values] if is_told else None)
         yield family
 
 
@@ -58,13 +49,12 @@ class Durations(Collector):
         self._name = name
         self._text = text
         self._labels = () if label is None else (label,)
-        self._series: dict[str, Histogram] = {}
+        histograms = Histograms()
+        self._series = histograms.series
+        self.observe = histograms.observe
+        """Counts one more duration in each series, by the value of the label (``""`` where there is no label)."""
         if label is None:
             self._series[""] = Histogram()
-
-    def observe(self, seconds: dict[str, float]) -> None:
-        """Counts one more duration in each series, by the value of the label (``""`` where there is no label)."""
-        observe(self._series, seconds)
 
     def totals_s(self) -> dict[str, float]:
         """Returns the sum of all seconds so far, by the value of the label."""

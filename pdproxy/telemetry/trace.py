@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from pdproxy.errors import ConfigError
-from pdproxy.telemetry.record import Bystander, Observer, RequestRecord
+from pdproxy.telemetry.observer import Bystander, Observer
+from pdproxy.telemetry.record import RequestRecord
 
 log = logging.getLogger(__name__)
 

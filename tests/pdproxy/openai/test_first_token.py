@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdproxy.openai.body import Fields
 from pdproxy.openai.first_token import Opening, as_events, stream_with_opening_counted, with_opening
-from pdproxy.openai.request import COMPLETIONS, Fields, GenerationRequest, parse
+from pdproxy.openai.request import COMPLETIONS, GenerationRequest, parse
 
 USAGE = {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8}
 COUNTED = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.openai.request import CHAT, COMPLETIONS, Fields, parse
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import CHAT, COMPLETIONS, parse
 from pdproxy.openai.response import CorruptAnswer, as_stream, check_whole, error_code, error_message, has_begun
 from pdproxy.openai.sse import data_of, event, split
 

@@ -58,7 +58,11 @@ async def exercise(house: Harness, headers: dict[str, str] | None = None) -> Non
 async def test_metrics_are_those_in_the_document(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key name=shop rpm=6\n")
-    async with proxy_in_front_of(api_keys_file=keys) as house:
+    decoder = FakeEngine("decode")
+    decoder.kv_events = "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"  # where nobody is
+    async with proxy_in_front_of([], [decoder], api_keys_file=keys, path_by_load=True) as house:
+        house.decoder.num_cache_pages = 64
+        await house.proxy.probe.look(house.proxy.pool.of_role("decode")[0])
         await exercise(house, {"x-api-key": "key"})
         assert (await house.post(headers={"x-api-key": "key"})).status == 429
         page = (await house.get("/metrics")).body.decode()

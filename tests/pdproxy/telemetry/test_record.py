@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from pdproxy.telemetry.attempt_record import AttemptRecord, Phase
-from pdproxy.telemetry.record import Bystander, Observers, Outcome, Recent, RequestRecord
+from pdproxy.telemetry.observer import Bystander, Observers, Recent
+from pdproxy.telemetry.record import Outcome, RequestRecord
 
 
 class Listener:
