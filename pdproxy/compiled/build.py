@@ -15,13 +15,12 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from pdproxy.compiled.stamp import PACKAGE, SUFFIX, Stamp, digest, write_stamp
+from pdproxy.compiled.stamp import PACKAGE, STAMP, Stamp, digest, extensions, write_stamp
 
-NEEDED = ("mypyc", "setuptools")
+NEEDED = ("msgspec", "mypyc", "setuptools")
 COMPILERS = ("cc", "gcc", "clang")
 PACKAGES = ("pdproxy", "transfer")
 """Names of the packages that a complete copy has."""
-UNFINISHED = ""
 _LAST_CHARS = 4000
 
 
@@ -31,9 +30,14 @@ class BuildError(Exception):
 
 def check_tools() -> None:
     """Raises `BuildError` where a tool is missing, and says what brings it."""
+    check_compiler()
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise BuildError(f"to compile takes {' and '.join(missing)}: pip install 'pdproxy[compile]'")
+
+
+def check_compiler() -> None:
+    """Raises `BuildError` where something is missing that pip does not bring."""
     if _compiler() is None:
         raise BuildError("to compile takes a C compiler, and there is none: apt install gcc")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
@@ -48,13 +52,12 @@ def compile_in_place(package: Path = PACKAGE) -> int:
         _copy_sources(package, work / "pdproxy")
         made = digest(work / "pdproxy")
         _make(work, work / "made")
-        found = sorted(path.relative_to(work / "made" / "pdproxy") for path in work.glob(f"made/**/*{SUFFIX}"))
+        found = extensions(work / "made" / "pdproxy")
         remove(package)
-        # A process that starts in between, or after this was killed, is told by the unfinished stamp.
-        write_stamp(package, Stamp(UNFINISHED, SUFFIX))
+        # A process that starts in between, or after this was killed, finds extensions that no stamp names.
         for name in found:
             _put(work / "made" / "pdproxy" / name, package / name)
-        write_stamp(package, Stamp(made, SUFFIX))
+        write_stamp(package, Stamp(made, found))
     return len(found)
 
 
@@ -76,10 +79,10 @@ def copy_into(folder: Path) -> None:
 
 def remove(package: Path = PACKAGE) -> int:
     """Removes all extensions, whichever Python they are for. Returns how many there were."""
+    (package / STAMP).unlink(missing_ok=True)
     found = list(package.rglob("*.so"))
     for path in found:
         path.unlink()
-    write_stamp(package, None)
     return len(found)
 
 
@@ -111,7 +114,7 @@ def _compiler() -> str | None:
 
 
 def _copy_sources(package: Path, to: Path) -> None:
-    shutil.copytree(package, to, ignore=shutil.ignore_patterns("__pycache__", "*.so", "stamp.json"))
+    shutil.copytree(package, to, ignore=shutil.ignore_patterns("__pycache__", "*.so", STAMP.name))
 
 
 def _put(made: Path, path: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from pdproxy.compiled.build import BuildError, compile_in_place, compile_into
 from pdproxy.compiled.build import remove as remove_from
-from pdproxy.compiled.stamp import PACKAGE, StaleError
+from pdproxy.compiled.stamp import PACKAGE
 from pdproxy.config.options import option
 from transfer.command_line.commands import Command, one_line_errors
 
@@ -27,7 +27,7 @@ def main(
     """Compile the proxy's hot modules into C extensions, beside their sources. It takes a minute or two."""
     if remove and into is not None:
         raise typer.BadParameter("--into and --remove do not go together")
-    with one_line_errors("pdproxy", BuildError, StaleError, OSError):
+    with one_line_errors("pdproxy", BuildError, OSError):
         typer.echo(_take_away() if remove else _compile(into))
 
 

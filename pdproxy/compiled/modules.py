@@ -2,8 +2,9 @@
 them.
 
 Anything else would gain nothing and take time. Some modules are on the way, but not in the list: `server.connection`,
-whose class is one of uvicorn's; `telemetry.series`, whose classes are `prometheus_client`'s; `openai.request`, whose
-classes are msgspec's. A compiled class can have no base that is not compiled.
+whose class is one of uvicorn's; `telemetry.series`, whose classes are `prometheus_client`'s; `openai.body`, whose
+classes are msgspec's; `admission.room`, of which msgspec must see the types of its tuples. A compiled class can have no
+base that is not compiled.
 """
 
 from __future__ import annotations
@@ -21,20 +22,25 @@ _EACH_REQUEST = {
     "orchestrator.leg_runner": "between them",
     "orchestrator.context": "what it carries from one to the next",
     "telemetry.attempt_record": "its phases",
+    "telemetry.record": "and all else that is noted of it",
     "server.routes": "its beginning",
     "orchestrator.path": "its way is chosen",
+    "openai.request": "its body is read",
     "openai.priority": "a field that is looked for",
     "openai.timeout": "another one",
     "openai.numbers": "numbers that are none",
     "tokens.prompt_sizer": "its size",
     "tokens.bounds": "or what it cannot exceed",
+    "tokens.answer_lengths": "and that of answers like its own",
     "fleet.token_counts": "which is asked for where pages are few",
     "admission.admission": "it asks for pages",
     "admission.kernel": "and is bound to whoever has them",
     "admission.grant": "and is told of it",
     "admission.account": "which are granted",
+    "admission.residency": "as is room where its answer is written",
     "admission.custody": "on these terms",
     "admission.drain": "and given back",
+    "admission.revision": "where both are of one revision",
     "admission.line": "else it waits",
     "admission.orphans": "and what it leaves behind is seen to",
     "fleet.routing.router": "its prefiller and its decoder are picked",
@@ -45,13 +51,22 @@ _EACH_REQUEST = {
     "fleet.routing.load_index": "by load",
     "fleet.instance": "each of which counts it",
     "fleet.breaker": "and learns what became of it",
+    "fleet.pace": "and how long it took",
     "fleet.page_count": "its prompt in pages",
     "fronts.front_admission": "where another process admits it",
+    "fronts.hub": "for it and others",
+    "fronts.outbox": "message by message",
     "fronts.mirror": "to what that one says of the fleet",
+    "engines.vllm_legs": "its legs are written and read",
+    "engines.vllm_nixl": "for engines of this kind",
+    "engines.vllm_transfer": "or of that",
+    "engines.one_token": "whose prefillers write one token",
+    "fleet.exchanges": "and could reach their decoders",
     "engines.http.http1.client": "a call",
     "engines.http.http1.request_head": "its head",
     "engines.http.http1.origin": "its connection",
-    "engines.http.http1.dial": "which is opened",
+    "engines.http.http1.connection": "which serves one call at a time",
+    "engines.http.http1.dial": "and is opened",
     "engines.http.http1.leg": "its answer",
     "engines.http.http1.head": "the answer's head",
     "openai.first_token": "the client's answer begins",
@@ -61,6 +76,8 @@ _EACH_REQUEST = {
     "server.codings": "whether its body can be read",
     "telemetry.request_id": "its name",
     "telemetry.histogram": "how long each step took",
+    "telemetry.metrics": "is counted with all else",
+    "telemetry.model_metrics": "by its model, too",
 }
 _EACH_TOKEN = {
     "engines.http.http1.framing": "where the body of an answer ends",
@@ -79,6 +96,7 @@ _EACH_SIMULATED = {
     "simulate.engines": "who answers",
     "simulate.prompts": "a prompt is read",
     "simulate.batch": "an answer is written",
+    "simulate.gaps": "token by token",
     "simulate.legs": "and told of",
     "simulate.figures": "and measured",
 }

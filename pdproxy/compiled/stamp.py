@@ -1,4 +1,4 @@
-"""A stamp says of which sources a package's extensions were made.
+"""A stamp lies in a package and says what its extensions were made of, or why there are none.
 
 Python imports an extension instead of its source, without a look at it. So after an edit or an update of the source,
 the old code would go on running.
@@ -17,42 +17,33 @@ PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of the package that runs."""
 SUFFIX = EXTENSION_SUFFIXES[0]
 """The suffix of extensions that this Python imports. It does not import those of another Python."""
+STAMP = Path("compiled", "stamp.json")
+"""The stamp's place in a package."""
 APART = frozenset({"launch", "loadtest", "simulate"})
 """Folders from which no compiled module imports anything."""
-_NAME = Path("compiled", "stamp.json")
-
-
-class StaleError(Exception):
-    """StaleError says that extensions were made of other sources than those that stand beside them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Stamp holds the `digest` of the sources, which is empty until all extensions are there, and the extensions'
-    `suffix`."""
+    """Stamp holds the names of the extensions within the package, and the `digest` of the sources that they were made
+    of. Of a package that was built without any it says `why_plain`, in words for a user."""
 
-    digest: str
-    suffix: str
+    digest: str = ""
+    extensions: tuple[str, ...] = ()
+    why_plain: str = ""
 
 
-def read_stamp(package: Path = PACKAGE) -> Stamp | None:
-    """Returns the package's stamp; None where it has no extensions. Raises `StaleError` for a stamp that cannot be
-    read."""
+def read_stamp(package: Path = PACKAGE) -> Stamp:
+    """Returns the package's stamp; an empty one, which fits no extensions, where there is none that can be read."""
     try:
-        told = json.loads((package / _NAME).read_bytes())
-        return Stamp(told["digest"], told["suffix"])
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, KeyError):
-        raise StaleError(f"{package / _NAME} cannot be read") from None
+        told = json.loads((package / STAMP).read_bytes())
+        return Stamp(told["digest"], tuple(told["extensions"]), told["why_plain"])
+    except (OSError, ValueError, TypeError, KeyError):  # OSError: there is none, or the package is in a zip file
+        return Stamp()
 
 
-def write_stamp(package: Path, stamp: Stamp | None) -> None:
-    path = package / _NAME
-    if stamp is None:
-        path.unlink(missing_ok=True)
-    else:
-        path.write_text(json.dumps(asdict(stamp)))
+def write_stamp(package: Path, stamp: Stamp) -> None:
+    (package / STAMP).write_text(json.dumps(asdict(stamp)))
 
 
 def digest(package: Path = PACKAGE) -> str:
@@ -65,15 +56,9 @@ def digest(package: Path = PACKAGE) -> str:
     return found.hexdigest()
 
 
-def is_compiled(package: Path = PACKAGE) -> bool:
-    """Tells whether this Python imports extensions there. Raises `StaleError` where they are not of the sources beside
-    them."""
-    stamp = read_stamp(package)
-    if stamp is None or stamp.suffix != SUFFIX:
-        return False
-    if stamp.digest != digest(package):
-        raise StaleError(f"the compiled modules in {package} are of other sources than those beside them")
-    return True
+def extensions(package: Path = PACKAGE) -> tuple[str, ...]:
+    """Returns the names, within the package, of the extensions that this Python would import."""
+    return tuple(sorted(path.relative_to(package).as_posix() for path in package.rglob(f"*{SUFFIX}")))
 
 
 def _sources(package: Path) -> Iterator[tuple[str, Path]]:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from typer.testing import CliRunner
 
 from pdproxy import cli
-from pdproxy.compiled import build, command, stamp
+from pdproxy.compiled import build, command
 from pdproxy.compiled.build import BuildError, compile_in_place, copy_into, remove
+from pdproxy.compiled.choice import STALE, Choice, choose
 from pdproxy.compiled.modules import MODULES
-from pdproxy.compiled.stamp import PACKAGE, SUFFIX, StaleError, Stamp, digest, is_compiled, write_stamp
+from pdproxy.compiled.stamp import PACKAGE, SUFFIX, Stamp, digest, read_stamp, write_stamp
 
 SUSPENDING = (ast.Await, ast.Yield, ast.YieldFrom)
 
@@ -101,56 +106,77 @@ def test_waits_are_found() -> None:
 
 
 def test_sources_only(package: Path) -> None:
-    assert not is_compiled(package)
+    assert choose(package) == Choice("nobody has compiled it")
     assert not remove(package)
 
 
 def test_compiled(made: Path) -> None:
-    assert is_compiled(made)
+    assert choose(made) == Choice()
     assert (made / f"one{SUFFIX}").is_file()
 
 
 @pytest.mark.parametrize("name", ["one.py", "two.py", "new.py"])
 def test_another_source(made: Path, name: str) -> None:
     (made / name).write_text("NAME = None\n")
-    with pytest.raises(StaleError, match="are of other sources"):
-        is_compiled(made)
+    assert choose(made) == Choice(STALE, is_stale=True)
 
 
 def test_a_source_less(made: Path) -> None:
     (made / "two.py").unlink()
-    with pytest.raises(StaleError):
-        is_compiled(made)
+    assert choose(made).is_stale
 
 
 def test_what_they_have_nothing_to_do_with(made: Path) -> None:
     (made / "loadtest" / "three.py").write_text("NAME = None\n")
-    assert is_compiled(made)
+    assert choose(made) == Choice()
 
 
 def test_compiled_again(made: Path) -> None:
     (made / "one.py").write_text("NAME = None\n")
     compile_in_place(made)
-    assert is_compiled(made)
+    assert choose(made) == Choice()
     assert (made / f"one{SUFFIX}").read_text() == "NAME = None\n"
 
 
 def test_removed(made: Path) -> None:
     assert remove(made) == 2
-    assert not is_compiled(made)
+    assert choose(made) == Choice("nobody has compiled it")
     assert list(made.rglob(f"*{SUFFIX}")) == []
-    (made / "one.py").write_text("NAME = None\n")
-    assert not is_compiled(made)
 
 
 def test_for_another_python(made: Path) -> None:
     """It does not see them."""
-    write_stamp(made, Stamp("any", ".cpython-30.so"))
-    assert not is_compiled(made)
+    for name in read_stamp(made).extensions:
+        (made / name).rename(made / name.replace(SUFFIX, ".cpython-30.so"))
+    assert choose(made) == Choice("it is compiled for another Python")
+
+
+@pytest.mark.parametrize("told", [Stamp(), Stamp(why_plain="there was no compiler")])
+def test_what_an_older_release_left_behind(package: Path, told: Stamp) -> None:
+    """An update puts its sources and its stamp in place; extensions that pip did not know stay."""
+    (package / f"one{SUFFIX}").touch()
+    if told.why_plain:
+        write_stamp(package, told)
+    assert choose(package) == Choice(STALE, is_stale=True)
+
+
+@pytest.mark.parametrize("name", [f"two{SUFFIX}", f"one{SUFFIX}"])
+def test_one_more_or_less(made: Path, name: str) -> None:
+    if (made / name).exists():
+        (made / name).unlink()
+    else:
+        (made / name).touch()
+    assert choose(made).is_stale
+
+
+def test_built_without_them(package: Path) -> None:
+    write_stamp(package, Stamp(why_plain="there was no compiler"))
+    assert choose(package) == Choice("there was no compiler")
 
 
 def test_killed_while_they_are_put_there(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(made: Path, path: Path) -> None:
+        path.touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(build, "check_tools", lambda: None)
@@ -158,10 +184,9 @@ def test_killed_while_they_are_put_there(package: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(build, "_put", dies)
     with pytest.raises(KeyboardInterrupt):
         compile_in_place(package)
-    with pytest.raises(StaleError):
-        is_compiled(package)
+    assert choose(package).is_stale
     remove(package)
-    assert not is_compiled(package)
+    assert not choose(package).is_stale
 
 
 def test_what_does_not_compile_changes_nothing(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,22 +196,56 @@ def test_what_does_not_compile_changes_nothing(made: Path, monkeypatch: pytest.M
     monkeypatch.setattr(build, "_make", fails)
     with pytest.raises(BuildError):
         compile_in_place(made)
-    assert is_compiled(made)
+    assert choose(made) == Choice()
 
 
-def test_a_stamp_that_nobody_wrote(made: Path) -> None:
-    (made / "compiled" / "stamp.json").write_text("[]")
-    with pytest.raises(StaleError, match="cannot be read"):
-        is_compiled(made)
+@pytest.mark.parametrize("text", ["[]", "{}", "no JSON"])
+def test_a_stamp_that_nobody_wrote(made: Path, text: str) -> None:
+    (made / "compiled" / "stamp.json").write_text(text)
+    assert choose(made).is_stale
     assert remove(made) == 2
-    assert not is_compiled(made)
+    assert not choose(made).is_stale
+
+
+@pytest.mark.parametrize("edited", [False, True], ids=["as they were", "edited"])
+def test_whoever_edits_a_source_runs_it(edited: bool, tmp_path: Path) -> None:
+    """Of a whole package, one of whose extensions cannot even be loaded."""
+    copy_into(tmp_path)
+    package, name = tmp_path / "pdproxy", f"ids{SUFFIX}"
+    (package / name).write_bytes(b"no extension")
+    write_stamp(package, Stamp(digest(package), (name,)))
+    if edited:
+        with (package / "ids.py").open("a") as source:
+            source.write("EDITED = 1\n")
+    command = [sys.executable, "-c", "from pdproxy.cli import main; import pdproxy.ids as it; print(it.EDITED); main()"]
+    command += ["pages", "--pd-buffer-size", "1GiB", "--bytes-per-token", "1024"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    if edited:
+        assert (said.returncode, said.stdout[:2]) == (0, "1\n"), said.stderr
+        assert f"{STALE}, and so the sources run, slower; compile again ({sys.executable} -m" in said.stderr
+        assert "--remove" in said.stderr
+    else:
+        assert "ImportError" in said.stderr, "the extension was not loaded"
+
+
+def test_a_package_in_a_zip_file_is_imported(tmp_path: Path) -> None:
+    """There is no folder to look into, and Python imports no extensions of it."""
+    archive = tmp_path / "all.zip"
+    with ZipFile(archive, "w") as packed:
+        for name in ("__init__.py", "compiled/__init__.py", "compiled/choice.py", "compiled/stamp.py"):
+            packed.write(PACKAGE / name, f"pdproxy/{name}")
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", "import pdproxy; print(pdproxy.__file__, pdproxy.CHOICE.why_plain)"],
+        env={**os.environ, "PYTHONPATH": str(archive)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert told.stdout == f"{archive}/pdproxy/__init__.py nobody has compiled it\n", told.stderr
 
 
 # ── command lines ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def stale() -> bool:
-    raise StaleError("they are of other sources")
 
 
 def run(*words: str) -> tuple[int, str]:
@@ -194,19 +253,13 @@ def run(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("words", [("serve", "--help"), ("pages", "--pd-buffer-size", "1GiB"), ("--version",)])
-def test_the_proxy_does_not_run_what_is_stale(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "is_compiled", stale)
-    status, output = run(*words)
-    assert status == 2
-    assert "they are of other sources; compile again" in output
-    assert "--remove" in output
-
-
-@pytest.mark.parametrize(("is_so", "end"), [(True, ", compiled\n"), (False, "\n")])
-def test_the_version_says_so(is_so: bool, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "is_compiled", lambda: is_so)
-    assert run("--version") == (0, f"pdproxy {cli.__version__}{end}")
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [(Choice(), "compiled"), (Choice("there was no compiler"), "plain Python: there was no compiler")],
+)
+def test_the_version_says_what_runs(choice: Choice, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "CHOICE", choice)
+    assert run("--version") == (0, f"pdproxy {cli.__version__}, {told}\n")
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +281,7 @@ def test_a_copy_is_complete_and_of_sources_only(tmp_path: Path) -> None:
     copy_into(tmp_path / "copy")
     assert {path.name for path in (tmp_path / "copy").iterdir()} == {"pdproxy", "transfer"}
     assert digest(tmp_path / "copy" / "pdproxy") == digest()
-    assert not is_compiled(tmp_path / "copy" / "pdproxy")
+    assert choose(tmp_path / "copy" / "pdproxy") == Choice("nobody has compiled it")
     with pytest.raises(BuildError, match="is not empty"):
         copy_into(tmp_path / "copy")
 
@@ -239,5 +292,5 @@ def test_into_and_remove_are_two_things(tmp_path: Path) -> None:
 
 
 def test_this_package_is_what_it_says() -> None:
-    assert Path(cli.__file__).parent == stamp.PACKAGE
-    is_compiled()
+    assert Path(cli.__file__).parent == PACKAGE
+    assert choose() == cli.CHOICE
