@@ -7,12 +7,14 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -55,7 +57,7 @@ from scripts.dev.bench_proxy.samples import (
     percentile,
     ratio_of,
 )
-from scripts.dev.bench_proxy.targets import DIRECT, INTERPRETED, OURS, Place, choose, pdproxy_line
+from scripts.dev.bench_proxy.targets import DIRECT, FLOOR, INTERPRETED, OURS, Place, choose, floor_of, pdproxy_line
 from scripts.dev.bench_proxy.words import goal_lines, make_lines, make_table, warnings
 from scripts.dev.common.errors import BenchError
 from scripts.dev.common.machine import cpu_model
@@ -581,6 +583,80 @@ class TestClients:
         assert (said.errors, said.complaint.strip()) == (SHORT.requests, "the connection was closed")
 
 
+class TestFloor:
+    @pytest.mark.parametrize(
+        "scenario",
+        [
+            SHORT,
+            STREAM,
+            replace(SHORT, is_chat=True),
+            replace(SHORT, prompt_bytes=1 << 20, clients=3),
+            replace(STREAM, tokens=3000, clients=8, requests=24),
+        ],
+        ids=["short", "stream", "chat", "large", "many-tokens"],
+    )
+    async def test_every_request_is_whole_and_carries_its_handoff(
+        self, http: httpx.Client, place: Place, scenario: Scenario
+    ) -> None:
+        with floor(place):
+            said = await load_on(scenario, Reach(port=place.port))
+        assert (said.requests, said.errors, said.complaint) == (scenario.requests, 0, "")
+        assert carried(http, place) == (scenario.requests + scenario.warmup, 0, 0)
+
+    def test_a_client_that_leaves_takes_its_leg_with_it(self, http: httpx.Client) -> None:
+        with engine(delay_us=5_000_000) as slow, floor(slow):
+            with http.stream(
+                "POST", f"http://127.0.0.1:{slow.port}/v1/completions", json=BODY | {"stream": True}
+            ) as reply:
+                next(reply.iter_raw())
+            until(lambda: bool(http.get(f"{slow.prefill_url}/bench").json()["broken"]))
+
+    def test_what_a_client_is_slow_to_take_is_kept_whole(self, http: httpx.Client, place: Place) -> None:
+        num_tokens = 20_000  # more than the system's buffers hold
+        body = json.dumps(BODY | {"stream": True, "max_tokens": num_tokens}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        got = bytearray()
+        with floor(place), socket.socket() as client:
+            client.settimeout(PATIENCE_S)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", place.port))
+            client.sendall(head.encode() + body)
+            while not got.endswith(b"\r\n0\r\n\r\n"):
+                block = client.recv(1 << 16)
+                assert block
+                got += block
+        written = re.findall(rb"@(\d{19})", got)
+        assert len(written) == num_tokens
+        assert written == sorted(written)
+
+
+@contextlib.contextmanager
+def floor(place: Place) -> Iterator[None]:
+    """The floor, which must not end by itself."""
+    peer = floor_of(native.build("floor"))
+    process = subprocess.Popen(peer.line(peer.command, place, SHORT))
+    try:
+        until(lambda: answers(place.port))
+        yield
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @contextlib.asynccontextmanager
 async def answering(reply: bytes) -> AsyncIterator[int]:
     """A server that answers each request with these bytes, one by one; without any, it closes the connection."""
@@ -737,6 +813,15 @@ class TestReport:
         report = report_of(measured_with(named("short-32"), **samples))
         assert report["rows"][1]["ratios"][INTERPRETED]["cpu_ms_per_req"] == pytest.approx(2.0)
         assert report["goals"] == []
+
+    def test_the_floor_is_no_peer_and_everybody_is_so_far_above_it(self) -> None:
+        samples = {DIRECT: sample(), FLOOR: sample(cpu=0.0005), OURS: sample(cpu=0.002), "smg": sample(cpu=0.001)}
+        report = report_of(measured_with(named("short-32"), **samples))
+        assert [row["over_floor"] for row in report["rows"][1:]] == [pytest.approx(each) for each in (1.0, 4.0, 2.0)]
+        assert set(report["rows"][2]["ratios"]) == {"smg"}
+        assert [row[5] for row in make_table(report).rows] == ["–", "1.00", "4.00", "2.00"]
+        (row,) = report_of(measured_with(**{OURS: sample()}))["rows"]
+        assert row["over_floor"] is None
 
     def test_who_skips_the_handoff_is_disqualified(self) -> None:
         samples = {DIRECT: sample(), OURS: sample(), "vllm-router": sample(unproven=1)}
@@ -1125,13 +1210,13 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert report["is_complete"]
     assert report["machine"]["compiled"] is False
     assert [(row["scenario"], row["target"]) for row in report["rows"]] == [
-        (scenario.name, target) for scenario in QUICK for target in (DIRECT, OURS)
+        (scenario.name, target) for scenario in QUICK for target in (DIRECT, OURS, FLOOR)
     ]
     for row in report["rows"]:
         assert (row["errors"], row["is_disqualified"]) == (0, False)
         assert row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0
         assert row["transit_p99_us"] >= row["transit_p50_us"] > 0
-        assert (row["cpu_ms_per_req"] > 0) == (row["rss_mb"] > 0) == (row["target"] == OURS)
+        assert (row["cpu_ms_per_req"] > 0) == (row["rss_mb"] > 0) == (row["target"] != DIRECT)
     assert "CPU ms/req" in output
     assert "engines: at most" in output
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,10 @@ import typer
 from rich.console import Console
 
 from pdproxy.config.options import Json, option
+from scripts.dev.bench_proxy import cliff_words
+from scripts.dev.bench_proxy.cliffs import LARGE as ALL
+from scripts.dev.bench_proxy.cliffs import SMALL as FEW
+from scripts.dev.bench_proxy.cliffs import measure_cliffs, pick_axes
 from scripts.dev.bench_proxy.failover import LARGE, SMALL, Size, measure_failover
 from scripts.dev.bench_proxy.failover import make_table as make_failover_table
 from scripts.dev.bench_proxy.machine import describe
@@ -39,6 +44,10 @@ PEERS = (
     "Others to measure, each as NAME or NAME=COMMAND: vllm-router,sglang-router,smg; interpreted: pdproxy once more, "
     "not compiled; earlier=FOLDER: another checkout of pdproxy"
 )
+CLIFFS = (
+    "Instead: what a request costs as the fleet, the line, the models, the streams, the headers and the body grow; "
+    "--scenarios names some of them"
+)
 FAILOVER = (
     "Instead: how long requests are held up when an engine freezes; takes --rounds, --quick, --json and --log-dir"
 )
@@ -61,6 +70,7 @@ def main(
     ] = 1,
     quick: Annotated[bool, option(None, "Two tiny scenarios, to see whether it works at all", "--quick")] = False,
     is_failover: Annotated[bool, option(None, FAILOVER, "--failover")] = False,
+    has_cliffs: Annotated[bool, option(None, CLIFFS, "--cliffs")] = False,
     ids: Annotated[
         bool, option(None, "Engines tell a prompt's token ids where asked to, as vLLM does", "--ids/--no-ids")
     ] = True,
@@ -96,6 +106,16 @@ def main(
         raise typer.BadParameter(NO_MATPLOTLIB, param_hint="--plot")
     status = 0
     try:
+        if has_cliffs:
+            if peers or rounds or workers > 1:
+                raise typer.BadParameter("takes no --peers, --rounds and --workers", param_hint="--cliffs")
+            names = pick_axes(_names(scenarios))
+            found = (
+                _earlier(earlier)
+                if earlier
+                else _cliffs(names, is_compiled=is_compiled, is_quick=quick, log_dir=log_dir)
+            )
+            raise typer.Exit(_tell_cliffs(found, json_file, plot_file, documents or []))
         if earlier:
             report = merge([json.loads(Path(name).read_text()) for name in _names(earlier)])
         else:
@@ -200,6 +220,49 @@ def _run(
         tell=lambda text: show(console, [text]),
     )
     return exit_status(run, console)
+
+
+def _earlier(files: str) -> dict[str, Any]:
+    """Returns the cliffs that these files tell, the last one's where two have the same."""
+    reports = [json.loads(Path(name).read_text()) for name in _names(files)]
+    rows = {(row.get("axis"), row.get("size"), row.get("what")): row for report in reports for row in report["rows"]}
+    last: dict[str, Any] = reports[-1]
+    return last | {"rows": list(rows.values())}
+
+
+def _cliffs(names: Sequence[str], *, is_compiled: bool, is_quick: bool, log_dir: Path | None) -> dict[str, Any]:
+    """Measures the cliffs, and returns what was found."""
+    console, rows = Console(stderr=True), list[dict[str, Any]]()
+    raise_limit()
+    is_compiled = is_compiled and why_not_compiled() is None
+    with tempfile.TemporaryDirectory(prefix="pdproxy-bench-") as folder:
+        work = measure_cliffs(
+            names,
+            FEW if is_quick else ALL,
+            is_compiled=is_compiled,
+            logs=log_dir or Path(folder, "logs"),
+            work=Path(folder),
+            rows=rows,
+            tell=lambda text: show(console, [text]),
+        )
+        status = exit_status(work, console)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "is_complete": status == 0,
+        "machine": describe(is_compiled=is_compiled),
+        "rows": rows,
+    }
+
+
+def _tell_cliffs(report: dict[str, Any], json_file: Path | None, plot_file: Path | None, documents: list[Path]) -> int:
+    """Shows and writes down the cliffs. Returns the exit status."""
+    write_json(json_file, report)
+    if plot_file is not None and report["rows"]:
+        cliff_words.plot(report, plot_file)
+    for document in documents:
+        document.write_text(fill(document.read_text(), report))
+    cliff_words.make_table(report).print_to(console_beside(json_file))
+    return int(not report["is_complete"] or cliff_words.is_wrong(report))
 
 
 def _failover(size: Size, rounds: int, json_file: Path | None, log_dir: Path | None) -> int:

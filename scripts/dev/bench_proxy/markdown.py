@@ -7,15 +7,17 @@ A place is between two comments, ``<!-- bench_proxy: table -->`` and ``<!-- /ben
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from scripts.dev.bench_proxy.cliff_words import axes_lines, fact_lines
 from scripts.dev.bench_proxy.targets import DIRECT, OURS
 from scripts.dev.bench_proxy.words import HEADINGS, cells, find, notes, num_rounds, number, way
 
 _PLACE = re.compile(r"(<!-- bench_proxy: (?P<what>[\w-]+) -->\n).*?(<!-- /bench_proxy -->)", re.DOTALL)
 
 Report = dict[str, Any]
+Writer = Callable[[Report], Iterator[str]]
 
 SUMMARY = (
     ("CPU ms per short request", "short-32", "cpu_ms_per_req", 3),
@@ -42,20 +44,26 @@ unit, and what it is about.
 
 
 def fill(text: str, report: Report) -> str:
-    """Returns the document with each of its places filled anew. Raises `ValueError` where it has none, or one for
-    something that no report tells."""
-    filled, count = _PLACE.subn(lambda place: place[1] + _write(place["what"], report) + place[3], text)
+    """Returns the document with each of its places filled anew that this kind of report is for. Raises `ValueError`
+    where it has none, or one for something that no report tells."""
+    writers = _CLIFFS if "goals" not in report else _WRITERS
+    others = _WRITERS if writers is _CLIFFS else _CLIFFS
+
+    def fill_in(place: re.Match[str]) -> str:
+        return place[0] if place["what"] in others else place[1] + _write(place["what"], report, writers) + place[3]
+
+    filled, count = _PLACE.subn(fill_in, text)
     if not count:
         raise ValueError(
-            f"there is no place for figures: <!-- bench_proxy: {'|'.join(_WRITERS)} --> … <!-- /bench_proxy -->"
+            f"there is no place for figures: <!-- bench_proxy: {'|'.join(writers)} --> … <!-- /bench_proxy -->"
         )
     return filled
 
 
-def _write(what: str, report: Report) -> str:
-    if what not in _WRITERS:
-        raise ValueError(f"nothing is called {what!r} that could be written there; there are {', '.join(_WRITERS)}")
-    return "".join(f"{line}\n" for line in _WRITERS[what](report))
+def _write(what: str, report: Report, writers: Mapping[str, Writer]) -> str:
+    if what not in writers:
+        raise ValueError(f"nothing is called {what!r} that could be written there; there are {', '.join(writers)}")
+    return "".join(f"{line}\n" for line in writers[what](report))
 
 
 def _run(report: Report) -> Iterator[str]:
@@ -112,7 +120,20 @@ def _notes(report: Report) -> Iterator[str]:
     yield from (f"* {note}" for note in notes(report))
 
 
-_WRITERS: dict[str, Callable[[Report], Iterator[str]]] = {
+def _cliffs_run(report: Report) -> Iterator[str]:
+    machine = report["machine"]
+    yield (
+        f"{report['date'][:10]}, {machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, Python "
+        f"{machine['python']}, pdproxy {way(machine)}. `*`: others were busy."
+    )
+
+
+def _tabular(lines: Iterator[list[str]]) -> Iterator[str]:
+    yield from _head(next(lines))
+    yield from map(_line, lines)
+
+
+_WRITERS: dict[str, Writer] = {
     "run": _run,
     "summary": _summary,
     "table": _table,
@@ -120,6 +141,12 @@ _WRITERS: dict[str, Callable[[Report], Iterator[str]]] = {
     "carries": _carries,
     "notes": _notes,
 }
+_CLIFFS: dict[str, Writer] = {
+    "cliffs-run": _cliffs_run,
+    "cliffs": lambda report: _tabular(axes_lines(report)),
+    "cliffs-facts": lambda report: _tabular(fact_lines(report)),
+}
+"""The places of `cliffs`, whose reports have nothing of the others."""
 
 
 def _head(names: Sequence[str]) -> Iterator[str]:

@@ -46,6 +46,21 @@ class Scenario:
     """The number of equal parts of the requests; memory is looked at when each of them has been answered."""
     num_rounds: int | None = None
     """The number of rounds of a scenario for which ``--rounds`` does not decide it."""
+    is_standing: bool = False
+    """True where the load goes on until it is ended, all clients at once, and is measured for a while in the midst.
+    `requests` are those before."""
+    num_pairs: int = 1
+    """The number of prefillers, and of decoders."""
+    num_models: int = 1
+    """The number of models, which clients ask for in turns. Each pair serves its share of them, one at least."""
+    num_headers: int = 0
+    """The number of headers that clients send beside the usual ones."""
+    num_blocks: int | None = None
+    """The blocks of each engine's KV cache; None means more than are needed."""
+    is_slow: bool = False
+    """True where clients read a byte a second, after their first token."""
+    options: tuple[str, ...] = ()
+    """Further options of pdproxy."""
 
     @property
     def warmup(self) -> int:

@@ -11,7 +11,7 @@ from scripts.dev.bench_proxy.goals import check_goals
 from scripts.dev.bench_proxy.plan import FULL, LONG
 from scripts.dev.bench_proxy.run import Measured
 from scripts.dev.bench_proxy.samples import ADDED, FIGURES, Round, added_of, is_disturbed, median_of, ratio_of
-from scripts.dev.bench_proxy.targets import DIRECT, OURS
+from scripts.dev.bench_proxy.targets import DIRECT, FLOOR, OURS
 
 
 @dataclass(slots=True)
@@ -108,6 +108,7 @@ def _row(measured: Measured, rounds: Sequence[Round], target: str) -> dict[str, 
             peer: {figure: ratio_of(rounds, target, peer, figure) for figure in FIGURES}
             for peer in (_comparable(measured, rounds) if target == OURS else [])
         },
+        "over_floor": ratio_of(rounds, target, FLOOR, "cpu_ms_per_req") if FLOOR in measured.targets else None,
         "req_per_s": median_of(rounds, target, "req_per_s"),
         "rss_mb_along": list(samples[-1].rss_mb_along),
         "proxy_share": median_of(rounds, target, "proxy_share"),
@@ -133,4 +134,4 @@ def _comparable(measured: Measured, rounds: Sequence[Round]) -> list[str]:
         for target in measured.targets
         if not any(each[target].num_errors or each[target].num_unproven for each in rounds)
     ]
-    return [target for target in sound if target not in (OURS, DIRECT)] if OURS in sound else []
+    return [target for target in sound if target not in (OURS, DIRECT, FLOOR)] if OURS in sound else []

@@ -14,7 +14,7 @@ from scripts.dev.bench_proxy.native import build, copies, copy_of
 from scripts.dev.bench_proxy.plan import BESIDE_TOKENS, Scenario
 from scripts.dev.bench_proxy.samples import Round, is_disturbed, least_disturbed
 from scripts.dev.bench_proxy.stage import Stage
-from scripts.dev.bench_proxy.targets import DIRECT, EARLIER, INTERPRETED, OURS, WORKERS, Peer
+from scripts.dev.bench_proxy.targets import DIRECT, EARLIER, INTERPRETED, OURS, WORKERS, Peer, floor_of
 from scripts.dev.bench_proxy.texts import Texts, make_texts
 from scripts.dev.common.errors import BenchError
 
@@ -57,7 +57,7 @@ async def measure(
 ) -> None:
     """Measures the scenarios, and fills in `found`. Raises `BenchError`, and `LaunchError` when stopped from
     outside."""
-    programs = {name: build(name) for name in ("engine", "client")}
+    programs = {name: build(name) for name in ("engine", "client", "floor")}
     packages = _packages(work, tell, is_compiled=is_compiled, has_interpreted=has_interpreted)
     if earlier is not None:
         tell(f"pdproxy of {earlier} is {'compiled' if is_compiled else 'copied'}")
@@ -67,7 +67,8 @@ async def measure(
     cores = Cores.here()
     texts = _texts(scenarios, work, tell)
     for scenario in scenarios:
-        others = [] if scenario.is_ours_alone else peers
+        floor = [floor_of(programs["floor"])] if _bare(scenario) else []
+        others = [] if scenario.is_ours_alone else [*floor, *peers]
         ours = {OURS: packages[OURS]} if scenario.is_ours_alone else packages
         measured = Measured(scenario, [*_bare(scenario), *ours, *(peer.name for peer in others)])
         found.append(measured)

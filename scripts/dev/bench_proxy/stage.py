@@ -4,9 +4,10 @@ at a time."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +20,23 @@ from pdproxy.launch.process_group import ProcessGroup
 from pdproxy.launch.supervisor import Supervisor
 from scripts.dev.bench_proxy.accounts import BUSY_ERROR_S, busy_s, cpu_s, rss_mb, sessions
 from scripts.dev.bench_proxy.cores import Cores, on
-from scripts.dev.bench_proxy.load import Reach, Told, clients_of
+from scripts.dev.bench_proxy.load import Clients, Reach, Told, clients_of
 from scripts.dev.bench_proxy.plan import Scenario
 from scripts.dev.bench_proxy.samples import Sample, make_sample
 from scripts.dev.bench_proxy.targets import DIRECT, WORKERS, Peer, Place, pdproxy_line
 from scripts.dev.bench_proxy.texts import Texts
+from scripts.dev.common.errors import BenchError
 
 START_TIMEOUT_S = 60.0
 ROUND_TIMEOUT_S = 120.0
 PROBE_INTERVAL_S = 0.1
+READY_TIMEOUT_S = 120.0
+PAD_BYTES = 16 << 10
+"""The bytes that a slow reader's tokens have besides the usual ones: so much fills what lies between in a moment."""
+ENGINE_BUFFER_BYTES = 32 << 10
+"""The bytes that the system keeps for an engine whose reader is slow: what counts is what the proxy keeps."""
+CALM_WINDOW_S = 0.5
+IN_LINE = "pdproxy_line_requests{"
 SETTLE_S = 0.3
 """The seconds between two loads: connections are closed on all sides in that time."""
 _HELLO = {"model": "bench", "prompt": "Hi.", "max_tokens": 2}
@@ -98,7 +107,7 @@ class Stage(ProcessGroup):
         ports = iter(free_ports(4 * (1 + len(proxies)), random.Random()))
         self._places = {
             name: Place(port=next(ports), metrics_port=next(ports), prefill_port=next(ports), decode_port=next(ports))
-            for name in (DIRECT, *proxies)
+            for name in (*(() if self.scenario.is_ours_alone else (DIRECT,)), *proxies)
         }
         model = self._texts.model if self._texts and self.scenario.is_counted else None
         lines = {
@@ -125,24 +134,107 @@ class Stage(ProcessGroup):
         program, reach = self._programs["client"], self._reach(target)
         async with clients_of(program, self.scenario, reach, ROUND_TIMEOUT_S) as clients:
             await clients.until("ready")
-            along = [self._rss_mb(target)]
-            before = self._usage(target, clients.pid)
+            along = [self.rss_mb(target)]
+            before = self.usage(target, clients.pid)
             await clients.go_on()
-            await clients.until("done", lambda: along.append(self._rss_mb(target)))
-            used = self._usage(target, clients.pid).since(before)
-            memory = self._rss_mb(target)
+            await clients.until("done", lambda: along.append(self.rss_mb(target)))
+            used = self.usage(target, clients.pid).since(before)
+            memory = self.rss_mb(target)
             await clients.go_on()
             told = await clients.tell()
         legs = (await self._carried(target)).since(before_legs)
         await asyncio.sleep(SETTLE_S)
         return self._sample(told, used, memory, along if self.scenario.num_marks else [], legs)
 
-    def _sample(self, told: Told, used: Usage, memory: float, along: Sequence[float], legs: Carried) -> Sample:
-        unproven = legs.unhanded + legs.forged + max(0, told.requests + told.beside - told.errors - legs.handed)
+    # ── a load that stands, and is looked at for a while in the midst ───────────────────────────────────────────────
+
+    @contextlib.asynccontextmanager
+    async def standing(self, target: str, scenario: Scenario | None = None) -> AsyncIterator[Clients]:
+        """Puts a load on `target` that lasts as long as the block; it is the stage's own scenario unless another one is
+        given. Raises `BenchError`."""
+        load = self.scenario if scenario is None else scenario
+        async with clients_of(self._programs["client"], load, self._reach(target), ROUND_TIMEOUT_S) as clients:
+            await clients.until("ready")
+            await clients.go_on()
+            await clients.until("done")
+            yield clients
+
+    async def window(self, target: str, clients: Clients, window_s: float, idle_cores: float) -> Sample:
+        """Returns the sample of so many seconds of a load that stands. What the proxy takes when it is idle is not
+        counted."""
+        before_legs = await self._carried(target)
+        await clients.go_on()
+        await clients.tell()  # of what came before, which is nobody's concern
+        before = self.usage(target, clients.pid)
+        await asyncio.sleep(window_s)
+        used = self.usage(target, clients.pid).since(before)
+        await clients.go_on()
+        told = await clients.tell()
+        legs = (await self._carried(target)).since(before_legs)
+        return self._sample(told, used, self.rss_mb(target), (), legs, idle_cores=idle_cores)
+
+    async def cores(self, target: str, window_s: float) -> float:
+        """Returns how many cores the proxy used in the next `window_s` seconds."""
+        before = self.usage(target)
+        await asyncio.sleep(window_s)
+        used = self.usage(target).since(before)
+        return used.proxy / used.at
+
+    async def until_calm(self, target: str, most_cores: float) -> None:
+        """Waits until the proxy uses no more than `most_cores`. Raises `BenchError`."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while (cores := await self.cores(target, CALM_WINDOW_S)) > most_cores:
+            if time.monotonic() > deadline:
+                raise BenchError(f"{target} does not come to rest: it uses {cores:.2f} cores")
+
+    async def until_routable(self, target: str) -> None:
+        """Waits until pdproxy sends requests to every instance. Raises `BenchError`."""
+        url, deadline = f"{self.url(target)}/status", time.monotonic() + READY_TIMEOUT_S
+        async with httpx.AsyncClient(trust_env=False, timeout=READY_TIMEOUT_S) as client:
+            while not all(one["routable"] for one in (await client.get(url)).json()["fleet"]):
+                if time.monotonic() > deadline:
+                    raise BenchError("some instances do not get ready")
+                await asyncio.sleep(CALM_WINDOW_S)
+
+    async def num_waiting(self, target: str) -> int:
+        """Returns how many requests wait in pdproxy's line."""
+        async with httpx.AsyncClient(trust_env=False, timeout=READY_TIMEOUT_S) as client:
+            told = (await client.get(f"{self.url(target)}/metrics")).text
+        return sum(int(float(line.rpartition(" ")[2])) for line in told.splitlines() if line.startswith(IN_LINE))
+
+    async def until_waiting(self, target: str, count: int) -> None:
+        """Waits until so many requests wait in pdproxy's line. Raises `BenchError`."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while (waiting := await self.num_waiting(target)) < count:
+            if time.monotonic() > deadline:
+                raise BenchError(f"no more than {waiting} of {count} requests wait")
+            await asyncio.sleep(PROBE_INTERVAL_S)
+
+    def check(self) -> None:
+        """Raises `BenchError` where a target did not come up."""
+        for target, why in self.failures.items():
+            raise BenchError(f"{target}: {why}")
+
+    def url(self, target: str) -> str:
+        return f"http://127.0.0.1:{self._places[target].port}"
+
+    def _sample(
+        self,
+        told: Told,
+        used: Usage,
+        memory: float,
+        along: Sequence[float],
+        legs: Carried,
+        *,
+        idle_cores: float = 0.0,
+    ) -> Sample:
+        unproven = legs.unhanded + legs.forged
+        if not self.scenario.is_standing:  # there, some are under way at both ends
+            unproven += max(0, told.requests + told.beside - told.errors - legs.handed)
         return make_sample(
             told,
-            counts_tokens=self.scenario.is_stream and not self.scenario.is_held,
-            cpu_s=used.proxy,
+            counts_tokens=self.scenario.is_stream and (self.scenario.is_standing or not self.scenario.is_held),
+            cpu_s=max(0.0, used.proxy - idle_cores * used.at),
             rss_mb=memory,
             rss_mb_along=along,
             proxy_share=used.proxy / used.at,
@@ -167,7 +259,11 @@ class Stage(ProcessGroup):
             "late": int(scenario.is_late),
             "ids": int(has_ids),
             "sglang": int(is_sglang),
-        }
+            "addresses": scenario.num_pairs,
+            "models": scenario.num_models,
+            "pad": PAD_BYTES,
+            "buffer": ENGINE_BUFFER_BYTES if scenario.is_slow else 0,
+        } | ({} if scenario.num_blocks is None else {"blocks": scenario.num_blocks})
         return [f"{name}={value}" for name, value in options.items()]
 
     def _reach(self, target: str) -> Reach:
@@ -177,13 +273,15 @@ class Stage(ProcessGroup):
             return Reach(port=place.prefill_port, decode_port=place.decode_port, prompts=prompts)
         return Reach(port=place.port, prompts=prompts)
 
-    def _rss_mb(self, target: str) -> float:
+    def rss_mb(self, target: str) -> float:
+        """Returns the MiB of the target that are resident."""
         return 0.0 if target == DIRECT else rss_mb(sessions()[self.pid(target)])
 
-    def _usage(self, target: str, clients: int) -> Usage:
+    def usage(self, target: str, *clients: int) -> Usage:
+        """Returns what has been used so far; `clients` are the processes of those at work."""
         pids = sessions()
         used = {name: cpu_s(pids.get(process.pid, ())) for name, process in self._running.items()}
-        loading = cpu_s([clients])
+        loading = cpu_s(clients)
         return Usage(
             proxy=used.get(target, 0.0),
             engine=used[_engine_of(target)],

@@ -16,6 +16,8 @@ from pathlib import Path
 from scripts.dev.bench_proxy.plan import Scenario
 
 OURS, DIRECT, INTERPRETED = "pdproxy", "direct", "pdproxy-interpreted"
+FLOOR = "floor"
+"""The name of the target that makes only the system calls that no proxy can do without."""
 EARLIER = "pdproxy-earlier"
 """The name of the target that is another checkout of pdproxy."""
 WORKERS = "pdproxy-workers"
@@ -41,6 +43,12 @@ class Place:
     def decode_url(self) -> str:
         return f"http://127.0.0.1:{self.decode_port}"
 
+    def urls(self, port: int, count: int) -> str:
+        """Returns the first `count` engines at one of the two ports, as an option takes them. They are at loopback
+        addresses, as the engine's program numbers them."""
+        hosts = ("127.0.0.1", *(f"127.77.{number >> 8}.{number & 255}" for number in range(1, count)))
+        return ",".join(f"http://{host}:{port}" for host in hosts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
@@ -63,12 +71,13 @@ def pdproxy_line(
     slots = scenario.slots
     waiting = () if slots is None else ("--concurrent-pages", str(slots), "--max-queue", str(scenario.clients))
     patience = () if slots is None else ("--slot-timeout-s", str(QUEUE_TIMEOUT_S))
-    fleet = ("--engine", "vllm_nixl", "--prefill", place.prefill_url, "--decode", place.decode_url)
+    prefillers, decoders = (place.urls(port, scenario.num_pairs) for port in (place.prefill_port, place.decode_port))
+    fleet = ("--engine", "vllm_nixl", "--prefill", prefillers, "--decode", decoders)
     serving = ("--port", str(place.port), "--proxy-port", "0", "--drain-grace-s", "0", "--log-level", "warning")
     counting = () if model is None else ("--model", str(model))
-    workers = () if num_workers == 1 else ("--workers", str(num_workers))
+    more = (*scenario.options, *(() if num_workers == 1 else ("--workers", str(num_workers))))
     # -P: not the pdproxy of the working directory, but of PYTHONPATH.
-    return (sys.executable, "-P", "-m", "pdproxy", "serve", *fleet, *serving, *waiting, *patience, *counting, *workers)
+    return (sys.executable, "-P", "-m", "pdproxy", "serve", *fleet, *serving, *waiting, *patience, *counting, *more)
 
 
 def _vllm_router(command: str, place: Place, scenario: Scenario) -> tuple[str, ...]:
@@ -121,6 +130,16 @@ PEERS: dict[str, Peer] = {
 NOT_TO_BE_HAD = {
     "lmcache-example": "it is a file among LMCache's examples, which no release installs: there is nothing to start",
 }
+
+
+def floor_of(program: Path) -> Peer:
+    """Returns the floor as a peer; `program` is compiled of ``floor.c``."""
+    return Peer(name=FLOOR, package="", command=str(program), line=_floor)
+
+
+def _floor(command: str, place: Place, scenario: Scenario) -> tuple[str, ...]:
+    ports = {"port": place.port, "prefill_port": place.prefill_port, "decode_port": place.decode_port}
+    return (command, *(f"{name}={port}" for name, port in ports.items()))
 
 
 def choose(words: Sequence[str]) -> tuple[list[Peer], list[str]]:

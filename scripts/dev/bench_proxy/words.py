@@ -12,10 +12,13 @@ from scripts.dev.bench_proxy.targets import DIRECT, OURS
 from transfer.command_line.tables import Table
 
 HEADINGS = (
-    *("scenario", "target", "CPU ms/req", "CPU µs/token", "ratio", "TTFT p50 ms", "TTFT p99 ms"),
+    *("scenario", "target", "CPU ms/req", "CPU µs/token", "ratio", "× floor", "TTFT p50 ms", "TTFT p99 ms"),
     *("transit p50 µs", "transit p99 µs", "RSS MB", "req/s", ""),
 )
-CAPTION = "ratio: pdproxy's CPU over this one's, round by round; no direct: latency in all; * noisy"
+CAPTION = (
+    "ratio: pdproxy's CPU over this one's; × floor: this one's CPU over the floor's, both round by round; no direct: "
+    "latency in all; * noisy"
+)
 NUM_NAMES = 2
 """The number of headings, from the first one, that are over words."""
 COMPLAINT_CHARS = 60
@@ -48,6 +51,7 @@ def cells(report: dict[str, Any], row: dict[str, Any]) -> list[str]:
         f"{row['cpu_ms_per_req']:.3f}" if cpu else "",
         number(row["cpu_us_per_token"], 2) if cpu else "",
         number(cpu_ratio(report, row["scenario"], row["target"]), 2),
+        number(row.get("over_floor") if cpu else None, 2),
         *(number(row[prefix + name], 2) for name in ADDED[:2]),
         *(number(row[prefix + name], 0) for name in ADDED[2:]),
         f"{row['rss_mb']:.0f}" if cpu else "",

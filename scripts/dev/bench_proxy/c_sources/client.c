@@ -1,17 +1,20 @@
 /* Many clients in one process: closed loops of requests, each of which sends its next when the last is answered.
 
    client port=P [decode_port=D] clients=C requests=K warmup=W tokens=N stream=0|1 chat=0|1 prompt_bytes=B spread_ms=S
-          hold=0|1 marks=M beside=E beside_pause_ms=T beside_file=FILE
+          models=M headers=H hold=0|1 stay=0|1 slow=0|1 marks=M beside=E beside_pause_ms=T beside_file=FILE
 
    With `decode_port` there is no proxy between: a client does both legs itself. Everybody connects, `warmup` requests
    are made, and "ready" is printed; at a line of input the `requests` are made, the clients' first ones spread over
    `spread_ms`, "mark" is printed after every part of them if there are to be `marks` parts, and "done" at their end; at
    the next line of input, one line of JSON with what was timed, in tenths of a µs.
    With `hold` "done" comes when every client has its first token, and at the end they all leave.
+   With `stay` all clients begin, however few `requests` there are, and all go on after "done": each line of input has
+   what was timed since the one before it told, until the input ends. With `slow` as well, each client reads no
+   more than a byte a second after its first token, through a connection that holds as little as one to a far machine.
+   There are `models` names, which take turns, and `headers` more lines in each head.
    While the requests last, `beside` more clients send the lines of a file, which are prompts in JSON without their
    quotes, each again `beside_pause_ms` after its answer. Nothing of theirs is timed. */
 #include "json.h"
-#include <sys/uio.h>
 
 #define READ_BYTES (256 * 1024)
 #define FRONT_BYTES 512
@@ -23,6 +26,13 @@
 /* So many connections are made at a time, and then there is a pause: nobody's backlog overflows. */
 #define CONNECTS 64
 #define CONNECT_PAUSE_US 10000
+#define HEADER_BYTES 32
+/* Slow readers take a byte a second, not all at the same time. */
+#define SIPS 100
+#define SIP_NS (NS_PER_S / SIPS)
+/* What a slow client's connection holds, in bytes, and its largest packet. */
+#define SLOW_BUFFER 4096
+#define SLOW_PACKET 1448
 
 /* ── what is sent: front (head and the beginning of the prompt, which is never the same), rest, and, of a decode leg
    that we make ourselves, the handoff ── */
@@ -53,7 +63,7 @@ struct link {
 
 struct client {
     struct link links[2];       /* to the proxy; or to the prefiller and the decoder */
-    char front[2][FRONT_BYTES];
+    char *front[2];
     struct bytes reply;         /* of a prefill leg */
     struct bytes handoff;
     const struct body *body;
@@ -66,12 +76,16 @@ struct client {
 
 static int poller;
 static long port, decode_port, num_clients, num_requests, num_tokens, spread_ms, num_marks, num_beside, beside_pause_ms;
-static bool is_stream, is_chat, is_hold;
+static long num_models;
+static bool is_stream, is_chat, is_hold, is_staying, is_slow;
+static bool is_told;            /* there is a line of input */
+static struct bytes headers;
 static struct client *clients;  /* those beside are behind the others */
 
 static long num_sent, num_over, num_first, serial;
 static bool is_counting;
 static long num_wanted;         /* requests of this phase */
+static long num_forgotten;      /* requests that were over before what is told */
 static long num_beside_open, num_beside_over;
 
 static uint32_t *first_tokens, *transits;
@@ -115,7 +129,7 @@ static void note_token(struct client *client, uint64_t now) {
     if (client->num_tokens == 1) num_first++;
     if (!client->counts) return;
     sum_tokens++;
-    if (client->num_tokens == 1) first_tokens[num_first - 1] = units(now - client->sent);
+    if (client->num_tokens == 1 && num_first <= num_requests) first_tokens[num_first - 1] = units(now - client->sent);
     note_transit(now > written ? now - written : 0);
 }
 
@@ -141,6 +155,11 @@ static void scan(struct client *client, const char *data, size_t size, uint64_t 
 static void connect_link(struct link *link, long to) {
     struct sockaddr_in address = loopback(to);
     link->fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (is_slow) {
+        int buffer = SLOW_BUFFER, packet = SLOW_PACKET;
+        setsockopt(link->fd, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
+        setsockopt(link->fd, IPPROTO_TCP, TCP_MAXSEG, &packet, sizeof packet);
+    }
     if (link->fd < 0 || connect(link->fd, (struct sockaddr *)&address, sizeof address) < 0)
         die("port %ld: %s", to, strerror(errno));
     set_no_delay(link->fd);
@@ -157,41 +176,26 @@ static void reconnect(struct link *link) {
 }
 
 static void push(struct link *link) {
-    while (link->num_parts) {
-        struct msghdr message = {.msg_iov = link->parts, .msg_iovlen = (size_t)link->num_parts};
-        ssize_t sent = sendmsg(link->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent < 0 && errno != EAGAIN) return;  /* reading says what has become of it */
-        bool is_full = sent < 0;
-        while (sent > 0) {
-            size_t step = (size_t)sent < link->parts[0].iov_len ? (size_t)sent : link->parts[0].iov_len;
-            link->parts[0].iov_base = (char *)link->parts[0].iov_base + step;
-            link->parts[0].iov_len -= step;
-            sent -= (ssize_t)step;
-            if (link->parts[0].iov_len) break;
-            link->num_parts--;
-            memmove(link->parts, link->parts + 1, (size_t)link->num_parts * sizeof *link->parts);
-        }
-        if (is_full != link->is_watching_out) {
-            link->is_watching_out = is_full;
-            watch(poller, link->fd, EPOLLIN | (is_full ? EPOLLOUT : 0), link, EPOLL_CTL_MOD);
-        }
-        if (is_full) return;
-    }
+    bool is_full = send_parts(link->fd, link->parts, &link->num_parts);
+    if (is_full == link->is_watching_out) return;
+    link->is_watching_out = is_full;
+    watch(poller, link->fd, EPOLLIN | (is_full ? EPOLLOUT : 0), link, EPOLL_CTL_MOD);
 }
 
 /* ── requests ── */
 
 static void post(struct client *client, struct link *link, const struct bytes *middle, const struct bytes *tail) {
-    static const char text[] = "{\"model\":\"bench\",\"prompt\":\"%012ld ";
-    static const char chat[] = "{\"model\":\"bench\",\"messages\":[{\"role\":\"user\",\"content\":\"%012ld ";
-    char opening[96];
-    int length = snprintf(opening, sizeof opening, is_chat ? chat : text, serial);
+    static const char text[] = "{\"model\":\"%s\",\"prompt\":\"%012ld ";
+    static const char chat[] = "{\"model\":\"%s\",\"messages\":[{\"role\":\"user\",\"content\":\"%012ld ";
+    char opening[128], model[MODEL_BYTES];
+    write_model(model, serial % num_models);
+    int length = snprintf(opening, sizeof opening, is_chat ? chat : text, model, serial);
     size_t size = (size_t)length + middle->size + (tail ? tail->size : 0);
     char *front = client->front[link - client->links];
-    int total = snprintf(front, FRONT_BYTES,
-                         "POST /v1/%s HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    int total = snprintf(front, FRONT_BYTES + headers.size,
+                         "POST /v1/%s HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n%.*s"
                          "content-length: %zu\r\n\r\n%s",
-                         is_chat ? "chat/completions" : "completions", size, opening);
+                         is_chat ? "chat/completions" : "completions", (int)headers.size, headers.data, size, opening);
     link->parts[0] = (struct iovec){front, (size_t)total};
     link->parts[1] = (struct iovec){middle->data, middle->size};
     link->num_parts = 2;
@@ -231,7 +235,7 @@ static void over(struct client *client) {
     }
     num_over++;
     if (is_counting && num_marks) mark();
-    if (num_sent < num_wanted) begin(client);
+    if (num_sent < num_wanted || (is_staying && is_counting)) begin(client);
 }
 
 /* The same body again, in which the handoff takes the place of the closing brace. */
@@ -348,6 +352,8 @@ static void hear(struct link *link) {
     static char block[READ_BYTES];
     ssize_t got = recv(link->fd, block, sizeof block, MSG_DONTWAIT);
     if (got > 0) take(link, block, (size_t)got, now_ns());
+    if (is_slow && is_counting && link->client->num_tokens)
+        watch(poller, link->fd, 0, link, EPOLL_CTL_MOD);
     if (got > 0 || (got < 0 && errno == EAGAIN)) return;
     struct client *client = link->client;
     bool is_lost = client->is_waiting && link == &client->links[decode_port && !client->is_prefill];
@@ -365,6 +371,10 @@ static void step(int timeout_ms) {
     int count = epoll_wait(poller, events, MAX_EVENTS, timeout_ms);
     for (int i = 0; i < count; i++) {
         struct link *link = events[i].data.ptr;
+        if (!link) {
+            is_told = true;
+            continue;
+        }
         if (events[i].events & EPOLLOUT) push(link);
         if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) hear(link);
     }
@@ -395,12 +405,12 @@ static uint64_t begin_beside(void) {
 
 static void make(long wanted, long spread, bool counting) {
     uint64_t started = now_ns(), spread_ns = (uint64_t)spread * NS_PER_MS;
-    long beginners = wanted < num_clients ? wanted : num_clients;
+    long beginners = wanted < num_clients && !(is_staying && counting) ? wanted : num_clients;
     num_wanted = wanted;
     num_sent = num_over = num_first = num_errors = num_beside_over = 0;
     is_counting = counting;
     for (long i = 0; i < num_beside; i++) clients[num_clients + i].due = 0;
-    for (long next = 0; is_going() || num_beside_open;) {
+    for (long next = 0; is_going() || num_beside_open || (is_staying && next < beginners);) {
         uint64_t left = is_going() ? begin_beside() : UINT64_MAX;
         while (next < beginners) {
             uint64_t wait = wait_ns(started + spread_ns * (uint64_t)next / (uint64_t)beginners);
@@ -408,9 +418,10 @@ static void make(long wanted, long spread, bool counting) {
                 if (wait < left) left = wait;
                 break;
             }
-            if (num_sent < wanted) begin(&clients[next]);
+            if (num_sent < wanted || is_staying) begin(&clients[next]);
             next++;
         }
+        if (is_staying && next == beginners && !is_going()) break;
         step(left == UINT64_MAX ? -1 : (int)(left / NS_PER_MS) + 1);
     }
 }
@@ -420,10 +431,41 @@ static void wait_for_line(void) {
     if (!fgets(line, sizeof line, stdin)) exit(0);
 }
 
+/* Those of one part of a second who have a token take one byte more. */
+static void sip(long part) {
+    char byte;
+    for (long i = part; i < num_clients; i += SIPS)
+        if (clients[i].num_tokens && recv(clients[i].links[0].fd, &byte, 1, MSG_DONTWAIT) == 0)
+            complain("a slow reader was left", "", 0);
+}
+
+/* Everybody goes on until there is a line. */
+static void stay(void) {
+    uint64_t due = now_ns();
+    for (long part = 0; !is_told;) {
+        step(is_slow ? (int)(wait_ns(due) / NS_PER_MS) + 1 : -1);
+        if (!is_slow || wait_ns(due)) continue;
+        sip(part++ % SIPS);
+        due += SIP_NS;
+    }
+    is_told = false;
+    wait_for_line();
+}
+
 static void print_all(const char *name, const uint32_t *values, size_t count) {
     printf(",\"%s\":[", name);
     for (size_t i = 0; i < count; i++) printf(i ? ",%u" : "%u", values[i]);
     printf("]");
+}
+
+static void tell(uint64_t wall_ns) {
+    printf("{\"requests\":%ld,\"beside\":%ld,\"errors\":%ld,\"complaint\":\"%s\",\"tokens\":%llu,\"wall_ns\":%llu",
+           is_hold && !is_staying ? num_first + num_errors : num_over - num_forgotten, num_beside_over, num_errors,
+           complaint, (unsigned long long)sum_tokens, (unsigned long long)wall_ns);
+    print_all("first_tokens", first_tokens, (size_t)(num_first < num_requests ? num_first : num_requests));
+    print_all("transits", transits, num_transits);
+    puts("}");
+    fflush(stdout);
 }
 
 static void write_prompt(struct bytes *to, long size) {
@@ -438,8 +480,8 @@ static void write_body(struct body *body, const struct bytes *prompt, long token
     const char *ends = is_chat ? "\"}]" : "\"";
     char options[128];
     append(&body->whole, prompt->data, prompt->size);
-    append(&body->whole, options, (size_t)snprintf(options, sizeof options, "%s,\"max_tokens\":%ld,\"stream\":%s}", ends,
-                                                   tokens, stream ? "true" : "false"));
+    append(&body->whole, options, (size_t)snprintf(options, sizeof options, "%s,\"max_tokens\":%ld,\"stream\":%s%s}", ends,
+                                                   tokens, stream ? "true" : "false", is_slow ? ",\"pad\":true" : ""));
     append(&body->prefill, prompt->data, prompt->size);
     append(&body->prefill, options, (size_t)snprintf(options, sizeof options,
         "%s,\"max_tokens\":1,\"kv_transfer_params\":{\"do_remote_decode\":true}}", ends));
@@ -471,9 +513,18 @@ static void read_beside(const char *path) {
     if (!num_beside_bodies) die("%s: there are no prompts in it", path);
 }
 
+static void write_headers(long count) {
+    char line[HEADER_BYTES + 1];
+    reserve(&headers, 1);
+    for (long i = 0; i < count; i++)
+        append(&headers, line, (size_t)snprintf(line, sizeof line, "x-bench-%03ld: a value of it\r\n", i));
+}
+
 static void connect_all(void) {
     for (long i = 0; i < num_clients + num_beside; i++) {
         clients[i].is_beside = i >= num_clients;
+        for (int j = 0; j < 2; j++)
+            if (!(clients[i].front[j] = malloc(FRONT_BYTES + headers.size))) die("out of memory");
         for (int j = 0; j < (decode_port ? 2 : 1); j++) {
             clients[i].links[j].client = &clients[i];
             connect_link(&clients[i].links[j], j ? decode_port : port);
@@ -495,6 +546,10 @@ int main(int argc, char **argv) {
     num_marks = number(argc, argv, "marks", 0);
     num_beside = number(argc, argv, "beside", 0);
     beside_pause_ms = number(argc, argv, "beside_pause_ms", 0);
+    is_staying = number(argc, argv, "stay", 0);
+    is_slow = number(argc, argv, "slow", 0);
+    num_models = number(argc, argv, "models", 1);
+    write_headers(number(argc, argv, "headers", 0));
     write_bodies(number(argc, argv, "prompt_bytes", 0));
     if (num_beside) read_beside(option(argc, argv, "beside_file", ""));
     poller = epoll_create1(EPOLL_CLOEXEC);
@@ -513,12 +568,15 @@ int main(int argc, char **argv) {
     uint64_t ended = now_ns();
     puts("done");
     fflush(stdout);
+    if (is_staying) watch(poller, STDIN_FILENO, EPOLLIN, NULL, EPOLL_CTL_ADD);
+    while (is_staying) {
+        stay();
+        tell(now_ns() - started);
+        num_forgotten = num_over;
+        num_transits = sum_tokens = 0;
+        started = now_ns();
+    }
     wait_for_line();
-    printf("{\"requests\":%ld,\"beside\":%ld,\"errors\":%ld,\"complaint\":\"%s\",\"tokens\":%llu,\"wall_ns\":%llu",
-           is_hold ? num_first + num_errors : num_over, num_beside_over, num_errors,
-           complaint, (unsigned long long)sum_tokens, (unsigned long long)(ended - started));
-    print_all("first_tokens", first_tokens, (size_t)(num_first < num_requests ? num_first : num_requests));
-    print_all("transits", transits, num_transits);
-    puts("}");
+    tell(ended - started);
     return 0;
 }

@@ -1,18 +1,23 @@
 /* A prefiller and a decoder in one process, which compute nothing: what a proxy costs is all that is left to see.
 
-   engine prefill_port=P decode_port=D delay_us=U lockstep=0|1 late=0|1 blocks=B ids=0|1 sglang=0|1
+   engine prefill_port=P decode_port=D delay_us=U lockstep=0|1 late=0|1 blocks=B ids=0|1 sglang=0|1 addresses=A models=M
+          pad=B buffer=B
 
    Speaks vLLM's NIXL hand-over (``kv_transfer_params``) and SGLang's (both legs at once, ``bootstrap_room``). A decode
    leg gets its first token at once and the next ones every `delay_us`, each with the time at which it was written; with
    `lockstep` all streams get theirs together, as of one engine's step; with `late` the first one takes as long. No model
    but "bench" is served. Asked what it is, it says vLLM, or SGLang with `sglang`. ``GET /bench`` says what every
-   decode leg carried. */
+   decode leg carried.
+   With `addresses` there are so many prefillers and decoders, each pair at a loopback address of its own, and all at
+   the same two ports. Of `models` each address has its share, one at least. Tokens are `pad` bytes larger for a body
+   with "pad":true, and connections hold `buffer` bytes that are not taken. */
 #include "json.h"
 #include <signal.h>
 #include <sys/timerfd.h>
 
 #define READ_BYTES (256 * 1024)
 #define SMALL 4096
+#define MAX_PAD 65536
 #define NUM_BUCKETS (1 << 14)
 #define BLOCK_TOKENS 16
 #define BYTES_PER_TOKEN 4
@@ -25,7 +30,8 @@ struct peer {
     int fd;
     bool is_decoder, is_busy, is_watching_out, is_dead, is_in_line;
     struct bytes in, out;
-    bool is_stream, is_chat, wants_usage;
+    bool is_stream, is_chat, wants_usage, is_padded;
+    long address;
     long left;          /* tokens yet to be written */
     uint64_t due, room;
     struct peer *next;  /* in `line`, in a bucket of `waiting`, or in `dead` */
@@ -38,7 +44,12 @@ static struct {
 static int poller, ticker;
 static uint64_t delay_ns, tick_ns;  /* tick_ns: what the ticker is set to */
 static bool is_lockstep, is_late, tells_ids, is_sglang;
-static long num_blocks;
+static long num_blocks, num_addresses, num_models, num_shares, pad, buffer_bytes;
+static struct listener {
+    int fd;
+    long address;
+    bool is_decoder;
+} *listeners;
 static uint8_t *given;          /* by a handoff's number: 1 given out, 2 taken */
 static size_t num_given, room_given;
 static struct peer *first, *last, *dead;
@@ -112,7 +123,7 @@ static void say_text(struct peer *peer, const char *status, const char *format, 
 }
 
 static void say_event(struct peer *peer, const char *event, size_t size, bool is_last) {
-    char frame[SMALL];
+    char frame[SMALL + MAX_PAD];
     int length = snprintf(frame, sizeof frame, "%zx\r\n%.*s\r\n%s", size, (int)size, event, is_last ? "0\r\n\r\n" : "");
     say(peer, frame, (size_t)length);
 }
@@ -149,15 +160,16 @@ static void finish(struct peer *peer) {
 }
 
 static void say_token(struct peer *peer) {
-    char event[SMALL];
+    char event[SMALL + MAX_PAD];
+    int padding = peer->is_padded ? (int)pad : 0;
     peer->left--;
     int length = snprintf(event, sizeof event,
                           peer->is_chat ? "data: " CHUNK_OPENS
                           "\"choices\":[{\"index\":0,\"delta\":{\"content\":\"%c%019llu\"},\"logprobs\":null,"
-                          "\"finish_reason\":%s,\"stop_reason\":null}]}\n\n" : "data: " TEXT_OPENS
+                          "\"finish_reason\":%s,\"stop_reason\":null}]%*s}\n\n" : "data: " TEXT_OPENS
                           "\"choices\":[{\"index\":0,\"text\":\"%c%019llu\",\"logprobs\":null,\"finish_reason\":%s,"
-                          "\"stop_reason\":null}]}\n\n",
-                          MARK, (unsigned long long)now_ns(), peer->left ? "null" : "\"length\"");
+                          "\"stop_reason\":null}]%*s}\n\n",
+                          MARK, (unsigned long long)now_ns(), peer->left ? "null" : "\"length\"", padding, "");
     say_event(peer, event, (size_t)length, false);
 }
 
@@ -201,7 +213,7 @@ static void set_ticker(void) {
 struct request {
     const char *body, *end;
     long max_tokens;
-    bool is_stream, is_chat, wants_usage;
+    bool is_stream, is_chat, wants_usage, is_padded;
     enum handover handover;
     uint64_t room;
 };
@@ -212,6 +224,7 @@ static struct request read_request(const char *body, const char *end, bool is_ch
     if (!value) value = field_of(body, end, "\"max_completion_tokens\"");
     if (value) request.max_tokens = atol(value);
     request.is_stream = reads(field_of(body, end, "\"stream\""), end, "true");
+    request.is_padded = pad && reads(field_of(body, end, "\"pad\""), end, "true");
     request.wants_usage = request.is_stream && reads(field_of(body, end, "\"include_usage\""), end, "true");
     if (field_of(body, end, "\"kv_transfer_params\"")) request.handover = VLLM;
     else if ((value = field_of(body, end, "\"bootstrap_room\""))) {
@@ -315,6 +328,7 @@ static void decode(struct peer *peer, const struct request *request) {
     peer->is_stream = request->is_stream;
     peer->is_chat = request->is_chat;
     peer->wants_usage = request->wants_usage;
+    peer->is_padded = request->is_padded;
     peer->room = request->room;
     if (request->handover == SGLANG && !meet(request->room, peer, &none)) return;
     if (request->handover == NONE) seen.unhanded++;
@@ -382,10 +396,28 @@ static void tell_metrics(struct peer *peer) {
 }
 
 static void tell_models(struct peer *peer) {
-    say_text(peer, "200 OK",
-             "{\"object\":\"list\",\"data\":[{\"id\":\"bench\",\"object\":\"model\",\"root\":\"bench\",\"owned_by\":\"%s\","
-             "\"parent\":null,\"max_model_len\":1048576}]}",
-             is_sglang ? "sglang" : "vllm");
+    struct bytes body = {0};
+    static const char opens[] = "{\"object\":\"list\",\"data\":[";
+    char card[SMALL], name[MODEL_BYTES];
+    append(&body, opens, sizeof opens - 1);
+    for (long model = peer->address % num_shares; model < num_models; model += num_shares) {
+        write_model(name, model);
+        append(&body, card, (size_t)snprintf(card, sizeof card,
+            "%s{\"id\":\"%s\",\"object\":\"model\",\"root\":\"%s\",\"owned_by\":\"%s\",\"parent\":null,"
+            "\"max_model_len\":1048576}", model < num_shares ? "" : ",", name, name, is_sglang ? "sglang" : "vllm"));
+    }
+    append(&body, "]}", 2);
+    say_json(peer, "200 OK", body.data, body.size);
+    release(&body);
+}
+
+static bool has_model(const struct peer *peer, const char *value, const char *end) {
+    char name[MODEL_BYTES], quoted[MODEL_BYTES + 2];
+    if (!value || end - value < 8 || strncmp(value, "\"bench", 6) != 0) return false;
+    long model = value[6] == '-' ? atol(value + 7) : 0;
+    write_model(name, model);
+    snprintf(quoted, sizeof quoted, "\"%s\"", name);
+    return model < num_models && model % num_shares == peer->address % num_shares && reads(value, end, quoted);
 }
 
 static void tell_legs(struct peer *peer) {
@@ -427,7 +459,7 @@ static void serve(struct peer *peer) {
         bool is_chat = is_at(path, "/v1/chat/completions");
         if (is_chat || is_at(path, "/v1/completions")) {
             struct request request = read_request(peer->in.data + head.size, peer->in.data + size, is_chat);
-            if (!reads(field_of(request.body, request.end, "\"model\""), request.end, "\"bench\""))
+            if (!has_model(peer, field_of(request.body, request.end, "\"model\""), request.end))
                 say_text(peer, "404 Not Found", "{\"error\":{\"message\":\"there is no such model\"}}");
             else if (peer->is_decoder) decode(peer, &request);
             else prefill(peer, &request);
@@ -463,25 +495,18 @@ static void flush(struct peer *peer) {
     if (peer->is_busy && peer->left && !peer->is_in_line) line_up(peer, now_ns());
 }
 
-static void welcome(int listener, bool is_decoder) {
+static void welcome(const struct listener *listener) {
     int fd;
-    while ((fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)) >= 0) {
+    while ((fd = accept4(listener->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)) >= 0) {
         struct peer *peer = calloc(1, sizeof *peer);
         if (!peer) die("out of memory");
         set_no_delay(fd);
+        if (buffer_bytes) setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &(int){(int)buffer_bytes}, sizeof(int));
         peer->fd = fd;
-        peer->is_decoder = is_decoder;
+        peer->is_decoder = listener->is_decoder;
+        peer->address = listener->address;
         watch(poller, fd, EPOLLIN, peer, EPOLL_CTL_ADD);
     }
-}
-
-static int listen_on(long port) {
-    struct sockaddr_in address = loopback(port);
-    int one = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-    if (bind(fd, (struct sockaddr *)&address, sizeof address) < 0 || listen(fd, 4096) < 0)
-        die("port %ld: %s", port, strerror(errno));
-    return fd;
 }
 
 /* A leg that waits in a room must not be found there any more. */
@@ -501,19 +526,35 @@ static void clear_dead(void) {
     }
 }
 
+static void listen_at_all(long prefill_port, long decode_port) {
+    listeners = calloc(2 * (size_t)num_addresses, sizeof *listeners);
+    if (!listeners) die("out of memory");
+    for (long i = 0; i < 2 * num_addresses; i++) {
+        struct listener *one = &listeners[i];
+        *one = (struct listener){.address = i / 2, .is_decoder = i % 2};
+        one->fd = listen_on(loopback_at(one->address, one->is_decoder ? decode_port : prefill_port));
+        watch(poller, one->fd, EPOLLIN, one, EPOLL_CTL_ADD);
+    }
+}
+
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
-    int listeners[2] = {listen_on(number(argc, argv, "prefill_port", 0)), listen_on(number(argc, argv, "decode_port", 0))};
     delay_ns = (uint64_t)number(argc, argv, "delay_us", 0) * 1000;
     is_lockstep = number(argc, argv, "lockstep", 0);
     is_late = number(argc, argv, "late", 0);
     is_sglang = number(argc, argv, "sglang", 0);
     tells_ids = number(argc, argv, "ids", 1);
     num_blocks = number(argc, argv, "blocks", 1 << 20);
+    num_addresses = number(argc, argv, "addresses", 1);
+    num_models = number(argc, argv, "models", 1);
+    num_shares = num_models < num_addresses ? num_models : num_addresses;
+    pad = number(argc, argv, "pad", 0);
+    if (pad > MAX_PAD) die("a pad has at most %d bytes", MAX_PAD);
+    buffer_bytes = number(argc, argv, "buffer", 0);
     poller = epoll_create1(EPOLL_CLOEXEC);
     ticker = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
     watch(poller, ticker, EPOLLIN | EPOLLET, &ticker, EPOLL_CTL_ADD);  /* edges: nobody need read it */
-    for (int i = 0; i < 2; i++) watch(poller, listeners[i], EPOLLIN, &listeners[i], EPOLL_CTL_ADD);
+    listen_at_all(number(argc, argv, "prefill_port", 0), number(argc, argv, "decode_port", 0));
     struct epoll_event events[MAX_EVENTS];
     puts("ready");
     fflush(stdout);
@@ -526,8 +567,8 @@ int main(int argc, char **argv) {
             struct peer *peer = owner;
             if (owner == &ticker) {
                 tick_ns = 0;
-            } else if (owner == &listeners[0] || owner == &listeners[1]) {
-                welcome(*(int *)owner, owner == &listeners[1]);
+            } else if (owner >= (void *)listeners && owner < (void *)(listeners + 2 * num_addresses)) {
+                welcome(owner);
             } else {
                 if (!peer->is_dead && events[i].events & EPOLLOUT) flush(peer);
                 if (!peer->is_dead && events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) hear(peer);

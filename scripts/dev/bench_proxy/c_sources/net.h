@@ -14,6 +14,7 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -23,6 +24,12 @@
 /* A token's text is this mark and STAMP_DIGITS digits: the monotonic clock, in ns, when the engine wrote it. */
 #define MARK '@'
 #define STAMP_DIGITS 19
+
+/* Of several models the first one is "bench", too. */
+#define MODEL_BYTES 32
+static inline void write_model(char *name, long number) {
+    snprintf(name, MODEL_BYTES, number ? "bench-%ld" : "bench", number);
+}
 
 static inline uint64_t now_ns(void) {
     struct timespec t;
@@ -96,6 +103,41 @@ static inline struct sockaddr_in loopback(long port) {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     return address;
+}
+
+/* The one of this number of the addresses that this machine has for itself alone; 0 is the usual one. */
+static inline struct sockaddr_in loopback_at(long number, long port) {
+    struct sockaddr_in address = loopback(port);
+    if (number) address.sin_addr.s_addr = htonl(0x7f4d0000u + (uint32_t)number);  /* 127.77.0.0 */
+    return address;
+}
+
+static inline int listen_on(struct sockaddr_in address) {
+    int one = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    if (bind(fd, (struct sockaddr *)&address, sizeof address) < 0 || listen(fd, 4096) < 0)
+        die("port %d: %s", ntohs(address.sin_port), strerror(errno));
+    return fd;
+}
+
+/* Sends of `parts` what the socket takes, and drops that from them. True where some are left. A socket that is broken
+   takes all: reading says what has become of it. */
+static inline bool send_parts(int fd, struct iovec *parts, int *num_parts) {
+    while (*num_parts) {
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)*num_parts};
+        ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent < 0 && errno == EAGAIN) return true;
+        if (sent < 0) *num_parts = 0;
+        while (sent > 0) {
+            size_t step = (size_t)sent < parts[0].iov_len ? (size_t)sent : parts[0].iov_len;
+            parts[0].iov_base = (char *)parts[0].iov_base + step;
+            parts[0].iov_len -= step;
+            sent -= (ssize_t)step;
+            if (parts[0].iov_len) break;
+            memmove(parts, parts + 1, (size_t)--*num_parts * sizeof *parts);
+        }
+    }
+    return false;
 }
 
 static inline void watch(int poll, int fd, uint32_t events, void *owner, int how) {
