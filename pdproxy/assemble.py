@@ -11,7 +11,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,19 @@ from pdproxy.engines.http.httpx_client import HttpxClient
 from pdproxy.engines.traits import KvReady
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.breaker import BreakerLimits
+from pdproxy.fleet.cache_followers import Addresses, CacheFollowers
 from pdproxy.fleet.ended import EndedPeers
 from pdproxy.fleet.file_watch import FileWatch
 from pdproxy.fleet.instance import HealthPolicy, Instance, OnEnded
 from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.pace import Pace
 from pdproxy.fleet.page_count import Shapes
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import ExpectedBuffer, Probe
+from pdproxy.fleet.role_changes import RoleChanges
+from pdproxy.fleet.role_controller import RoleFollower
 from pdproxy.fleet.roster import Entry, Roster
+from pdproxy.fleet.routing.path_by_load import PathByLoad
 from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
 from pdproxy.fleet.routing.router import Router
 from pdproxy.fleet.slow_start import SlowStart
@@ -70,11 +75,12 @@ from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.app import App, Status, add_operator_routes, build_app
 from pdproxy.server.process_memory import allowed_bytes
 from pdproxy.server.routes import BODY_COPIES, GenerationRoute
+from pdproxy.telemetry.collectors import Sources
 from pdproxy.telemetry.figures import Elsewhere
 from pdproxy.telemetry.key_usage import KeyUsage
-from pdproxy.telemetry.log import RequestLog
-from pdproxy.telemetry.metrics import Metrics, Sources
-from pdproxy.telemetry.record import Observer, Observers, Recent
+from pdproxy.telemetry.log import request_logs
+from pdproxy.telemetry.metrics import Metrics
+from pdproxy.telemetry.observer import Observer, Observers, Recent
 from pdproxy.telemetry.trace import Tracing, make_tracing
 from pdproxy.tokens.prompt_sizer import PromptSizer, make_sizer
 from transfer.errors import GeometryError
@@ -117,6 +123,7 @@ class Proxy:
     probe: Probe
     tokenizers: TokenizerCheck
     membership: Membership
+    roles: RoleChanges
     recent: Recent
     descriptors: DescriptorBudget
     memory: MemoryBudget
@@ -194,6 +201,7 @@ def assemble(
         return newcomer
 
     membership = Membership(pool, make_instance=make_newcomer, check=settings.check_instances)
+    roles = make_role_changes(settings, pool, membership)
     reaper = Reaper(admission, call_timeout_s=settings.probe_timeout_s, look=lambda instance: probe.look(instance))
     retries, memory = make_retries(settings), MemoryBudget(memory_budget(settings))
     sources = Sources(
@@ -206,12 +214,13 @@ def assemble(
         num_malformed=lambda: signals.num_malformed,
         descriptors=descriptors,
         memory=memory,
+        role_changes=lambda: roles.ended,
     )
     keys, usage = make_keys(settings)
     metrics, recent = Metrics(sources, usage=usage, elsewhere=elsewhere), Recent()
     lag = LoopLag(metrics.loop_lagged)
     tracing = make_tracing(settings.otlp_endpoint)
-    observer = Observers([*observers_of(keys, usage, settings), metrics, RequestLog(), recent, tracing])
+    observer = Observers([*observers_of(keys, usage, settings), metrics, *request_logs(), recent, tracing])
     counts = TokenCounts(pool, take_ids=TAKE_IDS)
     sizer = make_sizer(settings, counts)
     check = TokenizerCheck(counts, sizer.tokenizer, timeout_s=settings.probe_timeout_s)
@@ -241,7 +250,19 @@ def assemble(
     )
     pool.on_change = feed.hurry
     watch = _file_watch(settings, pool, membership, fleet)
-    followers: list[Runner] = [probe.run, membership.run, feed.run, ended_peers.run, lag.run, descriptors.run]
+    caches = CacheFollowers(pool, events_addresses(settings))
+    followers: list[Runner] = [
+        probe.run,
+        membership.run,
+        feed.run,
+        ended_peers.run,
+        lag.run,
+        descriptors.run,
+        caches.run,
+        roles.run,
+    ]
+    if settings.role_controller:
+        followers.append(RoleFollower(pool, roles, time.monotonic).run)
     if watch is not None:
         followers.append(watch.run)
     if own_discovery is not None:
@@ -256,10 +277,11 @@ def assemble(
         keys=keys,
         cors_origins=cors_origins(settings),
         lifespan=running.lifespan,
+        discovery=leading,
     )
-    status = Status(pool, board, orchestrator, reaper, recent, descriptors, memory, elsewhere)
+    status = Status(pool, board, orchestrator, reaper, recent, descriptors, memory, elsewhere, leading)
     add_operator_routes(app, status, metrics)
-    app.include_router(admin_router(pool, membership, admin_keys, allow_link_local=settings.allow_link_local))
+    app.include_router(admin_router(pool, membership, roles, admin_keys, allow_link_local=settings.allow_link_local))
     app.router.routes.extend(dashboard_routes(feed))
     return Proxy(
         app=app,
@@ -271,6 +293,7 @@ def assemble(
         probe=probe,
         tokenizers=check,
         membership=membership,
+        roles=roles,
         recent=recent,
         descriptors=descriptors,
         memory=memory,
@@ -525,6 +548,14 @@ def _expected_buffer(settings: Settings, model: Path, buffer_bytes: int, cache: 
     return ExpectedBuffer(pages=pages, page_bytes=page_bytes, chunk_size=settings.chunk_size)
 
 
+def events_addresses(settings: Settings) -> Addresses:
+    """Returns what tells where an instance publishes its KV events. Raises `ConfigError`."""
+    port, replay_port = settings.kv_events_port, settings.kv_events_replay_port
+    if replay_port is not None and port is None:
+        raise ConfigError("kv_events_replay_port: needs kv_events_port, the port at which the events are published")
+    return lambda one: one.events_addresses(port, replay_port)
+
+
 def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: TokenizerCheck, lag: LoopLag) -> Probe:
     return Probe(
         pool,
@@ -609,6 +640,12 @@ def _priorities(settings: Settings) -> PriorityLimits:
         raise ConfigError(f"min_priority, max_priority: {error}") from None
 
 
+def make_role_changes(settings: Settings, pool: Pool, membership: Membership) -> RoleChanges:
+    return RoleChanges(
+        pool, membership, timeout_s=settings.role_change_timeout_s, canary_timeout_s=settings.canary_timeout_s
+    )
+
+
 def make_retries(settings: Settings, clock: Clock = time.monotonic) -> RetryBudget:
     """Returns the retry budget by the options. Raises `ConfigError`."""
     try:
@@ -663,7 +700,9 @@ def make_admission(
         max_queue=settings.max_queue,
         concurrent_pages=settings.concurrent_pages,
         is_limited=settings.admission,
+        oversubscribe=settings.oversubscribe,
         claims_until=claims_until,
+        forecaster=PathByLoad() if settings.path_by_load else None,
     )
     return Admission(kernel, clock=clock)
 
@@ -694,18 +733,24 @@ def instance_maker(
     def make(one: InstanceSettings, is_newcomer: bool) -> Instance:
         if not settings.allow_link_local and is_link_local(urlsplit(one.url).hostname or ""):
             log.warning("%s is at %s, which is a link-local address or a cloud's metadata service", one.name, one.url)
-        client = make_client(one)
+        client, adapter = make_client(one), make_adapter(one, settings)
+        traits = adapter.traits
+        is_able = traits.serves_alone and (one.role == "decode" or traits.prefiller_answers)
+        others = settings.when_no_prefiller if one.role == "decode" else settings.when_no_decoder
         instance = kind(
             one,
             client=client,
-            adapter=make_adapter(one, settings),
+            adapter=adapter,
             admission=admission,
             shapes=shapes,
             care=care,
             on_ended=on_ended,
             is_newcomer=is_newcomer,
+            serves_alone=is_able and others == "local",
             clock=clock,
         )
+        if settings.path_by_load:
+            instance.pace = Pace()
         if isinstance(client, Http1Client):
             # An engine that ends an idle connection may have gone: it is looked at now, not only at the next probe.
             client.on_lost(instance.look_soon)
@@ -724,7 +769,7 @@ def make_router(settings: Settings, rng: random.Random) -> Router:
     )
     return Router(
         prefill_policy=make_policy(settings.prefill_policy, options),
-        decode_policy=make_policy(settings.decode_policy, options),
+        decode_policy=make_policy(settings.decode_policy, replace(options, fallback="least_resident", is_decode=True)),
         session_header=settings.session_header,
     )
 
@@ -772,7 +817,5 @@ def _as_subject(names: Sequence[str]) -> str:
 
 def _admin_keys(settings: Settings) -> ApiKeys:
     """Returns the keys of the admin API. Raises `ConfigError`."""
-    try:
-        return ApiKeys(() if settings.admin_key is None else (settings.admin_key,), settings.admin_key_file)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("api_keys_file", "admin_key_file")) from None
+    keys = () if settings.admin_key is None else (settings.admin_key,)
+    return ApiKeys(keys, settings.admin_key_file, option="admin_key_file")

@@ -14,13 +14,12 @@ from typing import Annotated, Any
 
 import typer
 
-from pdproxy import __version__
-from pdproxy.compiled.stamp import StaleError, is_compiled
+from pdproxy import CHOICE, __version__
 from pdproxy.config.options import Json, argument, option
 from transfer.command_line.commands import Command, Group, SettingsCommand, Untouched, one_line_errors
 from transfer.errors import TransferError
 
-VERSION = "Show the version, and whether it is compiled"
+VERSION = "Show the version, and whether it is compiled, and if not, why"
 DECODER, BY_HAND = "The decoder and its model", "By hand, instead of what the model's configuration says"
 
 app = typer.Typer(
@@ -36,27 +35,20 @@ app = typer.Typer(
 
 def _tell_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"pdproxy {__version__}{', compiled' if _is_compiled() else ''}")
+        is_plain = CHOICE.why_plain is not None
+        typer.echo(f"pdproxy {__version__}, {f'plain Python: {CHOICE.why_plain}' if is_plain else 'compiled'}")
         raise typer.Exit
-
-
-def _is_compiled() -> bool:
-    """Tells whether the code is compiled. If it cannot be run as its sources say, this prints why and exits with status
-    2."""
-    try:
-        return is_compiled()
-    except StaleError as error:
-        again = f"{sys.executable} -m pdproxy.compiled"
-        typer.echo(f"pdproxy: {error}; compile again ({again}), or take them away ({again} --remove)", err=True)
-        raise typer.Exit(2) from None
 
 
 @app.callback()
 def _commands(
     _: Annotated[bool, option(None, VERSION, "--version", group="Help", callback=_tell_version, is_eager=True)] = False,
 ) -> None:
-    """Runs before any command: only code that stands there is run."""
-    _is_compiled()
+    """Runs before any command, and says where compiled modules are not of use."""
+    if CHOICE.is_stale:
+        again = f"{sys.executable} -m pdproxy.compiled"
+        told = f"pdproxy: {CHOICE.why_plain}, and so the sources run, slower"
+        typer.echo(f"{told}; compile again ({again}), or take them away ({again} --remove)", err=True)
 
 
 class Serve(SettingsCommand):

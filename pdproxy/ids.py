@@ -7,17 +7,18 @@ system call. So this module draws many ids at a time.
 from __future__ import annotations
 
 import os
+from typing import Final
 
-_ID_BYTES = 16
-_NUM_DRAWN = 128
+_ID_BYTES: Final = 16
+_NUM_DRAWN: Final = 128
 
 # State: ids which were drawn from the operating system and not given out. A forked process must not give out the ids
 # of its parent, so it starts with none.
-_drawn: list[str] = []
+_drawn: Final[list[str]] = []
 os.register_at_fork(after_in_child=_drawn.clear)
 
 
-_SHOWN_DIGITS = 16
+_SHOWN_DIGITS: Final = 16
 
 
 def shown(secret: str) -> str:

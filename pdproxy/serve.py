@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
 from heapq import nsmallest
+from ipaddress import ip_address
 from operator import itemgetter
 from types import FrameType
 from typing import Any, Protocol
@@ -159,10 +160,19 @@ class Server(uvicorn.Server):
         self.tell_place("https" if self.config.is_ssl else "http", sockets)
 
     def tell_place(self, scheme: str, sockets: list[socket.socket]) -> None:
-        """Writes to the log that clients are served on these sockets."""
+        """Writes to the log that clients are served on these sockets, and whether others than this machine's may ask
+        without a key."""
         settings, port = self._proxy.settings, sockets[0].getsockname()[1]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         log.info("serving on %s://%s:%d", scheme, host, port)
+        is_open = not settings.api_keys and settings.api_keys_file is None
+        if is_open and not all(ip_address(one.getsockname()[0].partition("%")[0]).is_loopback for one in sockets):
+            log.warning(
+                "api_keys: there are none, so everybody who reaches %s:%d may ask; give --api-keys or --api-keys-file, "
+                "or see that nobody else reaches it",
+                host,
+                port,
+            )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 from weakref import WeakKeyDictionary
 
 LOOK_S = 0.125
-MIN_S = 1.0
+MIN_S: Final = 1.0
 """The shortest delay, in seconds, of an alarm: no alarm is set for a nearer time, or moved to one. From one second on,
 an eighth of a second does not matter. An alarm that is due before the next look at all alarms is among those found at
 this look.
 """
 
-LATE_S = 0.05
+LATE_S: Final = 0.05
 """The seconds by which a look is late where the loop has stood still."""
-LATE_TURNS = 5
+LATE_TURNS: Final = 5
 """The turns of the loop before a late look. In the first of them what came meanwhile is read, and in the next ones
 those who wait for it go on: they move their alarms, or take them back. (libuv looks at its timers before it reads.)
 """

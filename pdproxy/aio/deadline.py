@@ -11,12 +11,13 @@ import math
 from asyncio import current_task, get_running_loop
 from collections.abc import Callable
 from types import TracebackType
+from typing import Final
 
 from pdproxy.aio.coarse_timer import MIN_S, CoarseTimer, alarms_of
 
 MakeError = Callable[[], Exception]
 
-_SPENT = RuntimeError("a deadline is entered once")
+_SPENT: Final = RuntimeError("a deadline is entered once")
 """The error that stands in for the error of a block that is over. The function which makes that error may hold a whole
 request, and this limit.
 """

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from itertools import combinations
+from math import inf
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -14,13 +16,16 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pdproxy.config.values import (
+    MAX_NAME_CHARS,
     ByteSize,
     Engine,
     ModelFolder,
     ModelName,
     Name,
     PortNumber,
+    Ranks,
     Role,
+    ZmqAddress,
     check_printable,
     is_wanted,
     split_texts,
@@ -39,6 +44,7 @@ ONLY_FOR: dict[str, frozenset[Engine]] = {
     "max_rooms": frozenset({"sglang"}),
     "num_blocks": frozenset({"vllm_nixl", "mooncake"}),
     "data_parallel_rank": frozenset({"vllm_nixl", "sglang", "mooncake"}),
+    "data_parallel_size": frozenset({"vllm_nixl", "sglang", "mooncake"}),
 }
 """The kinds of engines that have a field; a field that is not here is for all kinds."""
 
@@ -46,6 +52,8 @@ ONLY_FOR: dict[str, frozenset[Engine]] = {
 SERVICE_PREFIX = "dns+"
 """The beginning of a url that stands for many: each address of its name is an instance."""
 MAX_URL_CHARS = 2048
+MAX_URLS_KNOWN = 4096
+"""The most urls that are kept as they were read. A fleet is checked as a whole with each change."""
 _NOT_IN_URLS = frozenset(' "<>\\^`{|}')
 _LINK_LOCAL = ip_network("169.254.0.0/16"), ip_network("fe80::/10")
 _NAT64 = ip_network("64:ff9b::/96")
@@ -125,15 +133,25 @@ class InstanceSettings(BaseModel):
     (``--disable-log-stats``).
     """
     data_parallel_rank: int | None = Field(None, ge=0)
-    """The data-parallel rank of the engine which this instance is. List one instance for each rank, with the same
-    `url`.
+    """The data-parallel rank which this instance is, of those that requests to `url` can name."""
+    data_parallel_size: Ranks = None
+    """The number of data-parallel ranks behind `url`. The table stands for an instance for each of them."""
+    kv_events: ZmqAddress | None = None
+    """The address at which the engine publishes what its prefix cache holds, as ``tcp://host:5557``. With
+    `data_parallel_size` it is the first rank's, and each other rank has the next port.
     """
+    kv_events_replay: ZmqAddress | None = None
+    """The address at which the engine repeats such events. Without it what is cached there is never known exactly."""
     model: ModelName | None = None
     """A name under which the instance serves its model. It is checked against the others here, and against what the
     instance says itself.
     """
     chunk_size: int | None = Field(None, ge=1)
     """The number of tokens per page. It is checked like `model`."""
+    revision: Name | None = None
+    """The name of what the instance runs, where the engine does not tell all that a counterpart must have alike. It
+    exchanges KV only with instances of the same name; those without one have none in common with it.
+    """
     launch: Annotated[LaunchSettings | None, BeforeValidator(is_wanted)] = None
     """``true`` or a table where ``pdproxy up`` starts the instance. Otherwise the operator starts it, here or on
     another machine.
@@ -147,12 +165,47 @@ class InstanceSettings(BaseModel):
                 raise ValueError(f"{name} is for {' and '.join(sorted(engines))}, not for {self.engine}")
         if self.num_blocks is not None and self.chunk_size is None:
             raise ValueError("num_blocks needs chunk_size, the tokens of one block (vLLM's --block-size)")
+        if self.kv_events_replay is not None and self.kv_events is None:
+            raise ValueError("kv_events_replay needs kv_events, the address at which the events are published")
+        if self.data_parallel_rank is not None and self.data_parallel_rank >= (self.data_parallel_size or inf):
+            raise ValueError("data_parallel_rank counts from 0, so it must be less than data_parallel_size")
         return self
 
     @property
     def is_service(self) -> bool:
         """Tells whether this stands for all instances behind a name in DNS."""
         return self.url.startswith(SERVICE_PREFIX)
+
+    def ranks(self) -> tuple[InstanceSettings, ...]:
+        """Returns the instances that the table stands for: one for each data-parallel rank, where it says how many
+        there are."""
+        if self.data_parallel_rank is not None or (self.data_parallel_size or 1) == 1:
+            return (self,)
+        return tuple(
+            self.model_copy(
+                update={
+                    "name": f"{self.name[: MAX_NAME_CHARS - 5]}/{rank}",
+                    "data_parallel_rank": rank,
+                    "kv_events": _of_rank(self.kv_events, rank),
+                    "kv_events_replay": _of_rank(self.kv_events_replay, rank),
+                }
+            )
+            for rank in range(self.data_parallel_size or 1)
+        )
+
+    def events_addresses(self, port: int | None, replay_port: int | None) -> tuple[str, str | None] | None:
+        """Returns the addresses at which the engine publishes and repeats its KV events; None where it does not.
+
+        For an instance that does not name them they are at the host of its url, at these ports, to which the number
+        of its data-parallel rank is added.
+        """
+        if self.kv_events is not None:
+            return self.kv_events, self.kv_events_replay
+        if port is None:
+            return None
+        name, rank = urlsplit(self.url).hostname or "", self.data_parallel_rank or 0
+        host = f"tcp://[{name}]" if ":" in name else f"tcp://{name}"
+        return f"{host}:{port + rank}", None if replay_port is None else f"{host}:{replay_port + rank}"
 
     @property
     def place(self) -> tuple[str, int | None]:
@@ -178,6 +231,31 @@ def named(role: Role, urls: Sequence[str], engine: Engine) -> list[InstanceSetti
     return [
         InstanceSettings(name=f"{role}-{index}", role=role, url=url, engine=engine) for index, url in enumerate(urls)
     ]
+
+
+def in_role(one: InstanceSettings, role: Role) -> InstanceSettings:
+    """Returns the same instance in this role."""
+    return one if one.role == role else one.model_copy(update={"role": role})
+
+
+def of_ranks(one: InstanceSettings, num_ranks: int | None) -> InstanceSettings:
+    """Returns the instance with its number of data-parallel ranks, where that is given. Raises `ConfigError` for a kind
+    whose ranks cannot be named."""
+    if num_ranks is None:
+        return one
+    if one.engine not in (kinds := ONLY_FOR["data_parallel_size"]):
+        raise ConfigError(
+            f"{one.role}_data_parallel_size is for {' and '.join(sorted(kinds))}, and {one.name!r} is {one.engine}"
+        )
+    return one.model_copy(update={"data_parallel_size": num_ranks})
+
+
+def _of_rank(address: str | None, rank: int) -> str | None:
+    """Returns the address of a data-parallel rank, where `address` is that of rank 0."""
+    if address is None:
+        return None
+    head, _, port = address.rpartition(":")
+    return f"{head}:{int(port) + rank}"
 
 
 def _told(place: tuple[str, int | None]) -> str:
@@ -214,6 +292,7 @@ def _model_of(one: InstanceSettings) -> str:
     return f"{'an unknown model' if one.model is None else repr(one.model)} on {one.engine}"
 
 
+@lru_cache(maxsize=MAX_URLS_KNOWN)
 def is_place(url: str) -> bool:
     if len(url) > MAX_URL_CHARS or not url.isprintable() or not _NOT_IN_URLS.isdisjoint(url):
         return False  # `urlsplit` takes such a url, and leaves some of it out
@@ -222,6 +301,18 @@ def is_place(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is no number from 0 to 65535, or a bracket is left open
         return False
+
+
+def ends_in_v1(url: str) -> bool:
+    """Tells whether a url is the base of an OpenAI client, and not where the engine listens."""
+    return urlsplit(url).path.rstrip("/").endswith("/v1")
+
+
+@lru_cache(maxsize=MAX_URLS_KNOWN)
+def listener(url: str) -> tuple[str, int]:
+    """Returns the host and the port of a url for which `is_place` is true."""
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def check_service(service: InstanceSettings) -> None:

@@ -18,7 +18,7 @@ Process = Literal["poisson", "gamma", "constant"]
 
 FLEET, FILES, JUDGED = "The fleet", "Files and logs", "What is good enough"
 PACE = "When requests are sent"
-LENGTHS = "512, uniform:16,900 or lognormal:MEDIAN,SIGMA[,MOST]"
+LENGTHS = "512, uniform:16,900, lognormal:MEDIAN,SIGMA[,MOST] or mixed:USUAL,OTHER,SHARE"
 
 
 def option(metavar: str | None, text: str, *flags: str, group: str | None = None, **more: Any) -> Any:

@@ -12,7 +12,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from itertools import combinations
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -38,10 +38,13 @@ from pdproxy.config.instances import (
     check_service,
     is_one_model,
     is_place,
+    listener,
     named,
+    of_ranks,
 )
 from pdproxy.config.lmcache_flags import LMCACHE_SIGNAL_PORT, REFERENCE_FLAGS, pair_hosts_and_ports
 from pdproxy.config.values import (
+    AsciiKey,
     Assemble,
     ByteSize,
     CommaList,
@@ -51,19 +54,26 @@ from pdproxy.config.values import (
     Engine,
     EngineClientKind,
     FirstToken,
+    Key,
+    Keys,
     ModelFolder,
     Oversized,
     Port,
     Ports,
+    Ranks,
+    Role,
     RoutingPolicy,
     Seconds,
+    WhenNobody,
     Workers,
 )
 from pdproxy.errors import ConfigError
 from transfer.command_line.commands import did_you_mean
 from transfer.command_line.settings_help import suggestion
 
-_NO_OPTIONS = re.compile(r"URL$|TEST_|REQUIRE_PUBLISHED$|SCREENSHOTS$|VLLM_PYTHON$|SERVICE_(HOST|PORT)|PORT_\d+_")
+_NO_OPTIONS = re.compile(
+    r"(URL|REQUIRE_PUBLISHED|SCREENSHOTS|VLLM_PYTHON|COMPILE)$|TEST_|SERVICE_(HOST|PORT)|PORT_\d+_"
+)
 """The names, after the prefix, of variables that are not meant for the proxy."""
 
 
@@ -94,8 +104,8 @@ class Settings(BaseSettings):
 
     coordinator: str | None = setting(
         None,
-        "Store by which replicas of this proxy agree who admits: redis://HOST:PORT, rediss://, etcd://HOST:PORT or "
-        "etcds://",
+        "Store by which replicas of this proxy agree who admits: redis://HOST:PORT, rediss://, etcd://HOST:PORT, "
+        "etcds://, or Leases of the cluster: kubernetes, kubernetes://NAMESPACE/NAME",
         repr=False,
     )
     fleet_name: str = setting(
@@ -125,6 +135,10 @@ class Settings(BaseSettings):
         "Kind of the instances, where their tables name none; default: builtin, or lmcache with the reference proxy's "
         "flags",
     )
+    prefill_data_parallel_size: Ranks = setting(
+        None, "Data-parallel ranks of each prefiller that a flag names or that is found; each rank is an instance"
+    )
+    decode_data_parallel_size: Ranks = setting(None, "Data-parallel ranks of each such decoder")
     prefiller_host: CommaList = setting((), "Hosts of the prefillers (reference proxy)")
     prefiller_port: Ports = setting((7100,), "Ports of the prefillers")
     num_prefillers: int = setting(1, "Number of prefillers on consecutive ports of one host", ge=1)
@@ -135,6 +149,19 @@ class Settings(BaseSettings):
     decoder_alloc_port: Ports = setting((), "Allocation ports of the decoders, one per rank; checked for clashes")
     bootstrap_port: Port = setting(8998, "Port of the prefillers' bootstrap servers (sglang, mooncake)", ge=1)
     kv_port: Port = setting(5700, "Port at which the engines' connectors tell of their KV (vllm_transfer)", ge=1)
+    kv_events_port: int | None = setting(
+        None,
+        "Port at which each engine publishes what its prefix cache holds (vLLM, SGLang: --kv-events-config); a "
+        "data-parallel rank has its number added",
+        ge=1,
+        le=65535,
+    )
+    kv_events_replay_port: int | None = setting(
+        None,
+        "Port at which each engine repeats such events; without it what is cached is never known exactly",
+        ge=1,
+        le=65535,
+    )
     discover: Discover | None = setting(None, "Where instances are found while the proxy runs: kubernetes")
     prefill_selector: str | None = setting(None, "Labels of the pods that are prefillers, as k=v,k=v")
     decode_selector: str | None = setting(None, "Labels of the pods that are decoders")
@@ -160,7 +187,7 @@ class Settings(BaseSettings):
         "first token where that makes no difference",
     )
     prefill_policy: RoutingPolicy = setting("least_queued_tokens", "Policy that chooses among ready prefillers")
-    decode_policy: DecodePolicy = setting("least_slots", "Policy that chooses among ready decoders")
+    decode_policy: DecodePolicy = setting("least_resident", "Policy that chooses among ready decoders")
     session_header: str = setting("x-session-id", "Request header with a session (session_affinity)", min_length=1)
     prefix_chunks: int = setting(2, "Chunks of a prompt by which prefix_affinity knows it again", ge=1)
     prefix_load_factor: float = setting(1.25, "Most requests of an instance, in fair shares (prefix_affinity)", ge=1)
@@ -187,11 +214,23 @@ class Settings(BaseSettings):
     concurrent_pages: int | None = setting(None, "Most pages of one decoder in use at once; default: all", ge=1)
     max_queue: int = setting(1024, "Requests that may wait for one decoder's pages", ge=0)
     max_overtakes: int = setting(16, "Smaller requests that may pass a waiting larger one", ge=0)
+    oversubscribe: float = setting(
+        1.0, "Share of a decoder's KV cache that may be promised; above 1 answers may have to give way to others", gt=0
+    )
     min_prompt_tokens: int = setting(0, "Tokens of a prompt below which the decoder alone serves it", ge=0)
     oversized: Oversized = setting(
         "local",
         "Way of prompts larger than the PD buffer: the decoder alone serves them (local), they are refused "
         "with 400 (refuse), or they pass through the buffer piece by piece (window)",
+    )
+    when_no_prefiller: WhenNobody = setting(
+        "local", "Answer while no prefiller is there: decoders serve alone (local), or 503 (refuse)"
+    )
+    when_no_decoder: WhenNobody = setting(
+        "local", "Answer while no decoder is there: prefillers serve alone (local), or 503 (refuse)"
+    )
+    path_by_load: bool = setting(
+        False, "Let one instance answer alone where that is clearly sooner: its counterpart is far behind, or full"
     )
     retries: int = setting(1, "New attempts of one request, in a row, that may fail without getting it further", ge=0)
     retry_share: float = setting(0.2, "Retries that are allowed, as a share of all requests", ge=0)
@@ -233,9 +272,13 @@ class Settings(BaseSettings):
     breaker_faults: int = setting(5, "Faults in a row after which an instance is left alone for a while", ge=1)
     breaker_cool_off_s: Seconds = setting(5.0, "Time for which a faulty instance is left alone")
     slow_start_s: float = setting(10.0, "Time in which an instance that came back gets to its full share", ge=0)
+    role_controller: bool = setting(False, "Have instances change their roles as the load does")
+    role_change_timeout_s: Seconds = setting(
+        300.0, "Longest time in which an instance that changes its role has to finish what is under way there"
+    )
     watch_config: bool = setting(True, "Follow the instances in the config file while running")
     watch_interval_s: float = setting(1.0, "Time between two looks at the config file", ge=1)
-    admin_key: str | None = setting(None, "Key of the admin API, which is off without one", min_length=1, repr=False)
+    admin_key: Key | None = setting(None, "Key of the admin API, which is off without one", repr=False)
     admin_key_file: Path | None = setting(None, "File with the admin API's key, or several, one per line")
     allow_link_local: bool = setting(False, "Let the admin API add instances at link-local and metadata addresses")
     canary: bool = setting(True, "Call an instance ready only after a tiny request went through it")
@@ -254,7 +297,7 @@ class Settings(BaseSettings):
     max_event_bytes: ByteSize = setting(
         8 * 2**20, "Largest event of an engine's stream, and most bytes of a stream before its first token", ge=2**16
     )
-    api_keys: CommaList = setting((), "Keys of which a client must show one; without any, all may ask", repr=False)
+    api_keys: Keys = setting((), "Keys of which a client must show one; without any, all may ask", repr=False)
     api_keys_file: Path | None = setting(
         None, "File with more keys of clients, KEY or KEY name=NAME [rpm=N] [tpm=N] per line; may change"
     )
@@ -262,11 +305,8 @@ class Settings(BaseSettings):
     engine_client: EngineClientKind = setting(
         "auto", "Client for the engines: relay (HTTP/1.1 in clear text, light) or httpx (any); auto prefers relay"
     )
-    engine_api_key: str | None = setting(
-        None,
-        "Key for the engines; with neither it nor api-keys, they get the client's Authorization",
-        repr=False,
-        pattern=r"^[!-~]+$",
+    engine_api_key: AsciiKey | None = setting(
+        None, "Key for the engines; with neither it nor api-keys, they get the client's Authorization", repr=False
     )
     engine_cafile: Path | None = setting(
         None,
@@ -324,7 +364,7 @@ class Settings(BaseSettings):
                 raise ConfigError(
                     f"instances: no {role} instance is configured; give {flag} URL, or a file with --config"
                 )
-        fleet = [one for one in told if not one.is_service]
+        fleet = [rank for one in told if not one.is_service for rank in one.ranks()]
         self.check_instances(fleet)
         if not self.is_discovering:
             check_models(fleet)
@@ -352,14 +392,22 @@ class Settings(BaseSettings):
 
     def found(self, one: InstanceSettings) -> InstanceSettings:
         """Returns a discovered instance with what the options say of its kind."""
+        one = of_ranks(one, self._num_ranks(one.role))
         return next(iter(self._with_ports([one]))) if one.role == "decode" else one
+
+    def _num_ranks(self, role: Role) -> int | None:
+        return self.prefill_data_parallel_size if role == "prefill" else self.decode_data_parallel_size
+
+    def _named(self, role: Role, urls: Sequence[str]) -> list[InstanceSettings]:
+        """Returns the instances that a flag names."""
+        return [of_ranks(one, self._num_ranks(role)) for one in named(role, urls, self.flag_engine)]
 
     def _told(self) -> list[InstanceSettings]:
         """Returns the instances and services that the file and the flags name."""
         return [
             *self.instances,
-            *named("prefill", self.prefill, self.flag_engine),
-            *self._with_ports(named("decode", self.decode, self.flag_engine)),
+            *self._named("prefill", self.prefill),
+            *self._with_ports(self._named("decode", self.decode)),
             *self._reference_prefillers(),
             *self._reference_decoders(),
         ]
@@ -470,7 +518,11 @@ class Settings(BaseSettings):
                     f"instances.chunk_size: {instance.name!r} has {instance.chunk_size}, and the option chunk_size "
                     f"is {self.chunk_size}; leave one of them out, or make them equal"
                 )
-        for one, other in combinations(cut, 2):
+        # Those of one model are alike, or the first two that differ are found: so the first of each stands for all.
+        firsts: dict[str | None, InstanceSettings] = {}
+        for other in cut:
+            firsts.setdefault(other.model, other)
+        for one, other in product(firsts.values(), cut):
             if is_one_model(one, other) and one.chunk_size != other.chunk_size:
                 raise ConfigError(
                     f"instances.chunk_size: {one.name!r} ({one.role}) has {one.chunk_size} and {other.name!r} "
@@ -481,10 +533,9 @@ class Settings(BaseSettings):
         """Raises `ConfigError` where two listeners are on one host and port. Port 0 takes a free one."""
         taken = [("port", self.host, self.port), ("proxy_port", self.proxy_host, self.signal_port(fleet))]
         for instance in fleet:
-            url = urlsplit(instance.url)
-            host = url.hostname or ""
+            host, port = listener(instance.url)
             if not instance.data_parallel_rank:  # the others share the first one's listener
-                taken.append((f"instance {instance.name!r}", host, url.port or (443 if url.scheme == "https" else 80)))
+                taken.append((f"instance {instance.name!r}", host, port))
             receiver = instance.receiver_host or host
             taken += [(f"receiver of {instance.name!r}", receiver, port) for port in instance.receiver_ports]
             taken += [(f"alloc_ports of {instance.name!r}", receiver, port) for port in instance.alloc_ports]

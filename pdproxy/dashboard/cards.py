@@ -53,6 +53,9 @@ def card(instance: Instance) -> dict[str, Any]:
         told["awaits"] = sorted({lease.awaits for lease in instance.account.orphans}) if instance.account else []
         if pages.occupied is not None:
             told["occupied"] = pages.occupied
+    if instance.is_writer and instance.residency.capacity is not None:
+        told["cache_tokens"] = instance.residency.capacity
+        told["resident_tokens"] = instance.residency.used
     return told
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pdproxy.dashboard.minute import WINDOW_S
-from pdproxy.telemetry.record import Recent, RequestRecord
+from pdproxy.telemetry.observer import Recent
+from pdproxy.telemetry.record import RequestRecord
 
 LEAST = 20
 """The fewest first tokens of which percentiles are told: below that, the 95th is the slowest one."""

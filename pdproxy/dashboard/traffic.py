@@ -11,7 +11,8 @@ from typing import Any
 from pdproxy.dashboard.first_tokens import waits_s
 from pdproxy.orchestrator.orchestrator import Orchestrator
 from pdproxy.telemetry.metrics import Metrics
-from pdproxy.telemetry.record import Recent, RequestRecord
+from pdproxy.telemetry.observer import Recent
+from pdproxy.telemetry.record import RequestRecord
 
 NUM_SLOWEST = 12
 MAX_MODEL_CHARACTERS = 64

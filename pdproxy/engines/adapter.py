@@ -8,20 +8,30 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from pdproxy.config.values import Role
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.traits import EngineTraits
+from pdproxy.openai.body import Fields
 from pdproxy.openai.first_token import Opening
-from pdproxy.openai.request import Fields, GenerationRequest
+from pdproxy.openai.request import GenerationRequest
 from pdproxy.openai.usage import PromptUsage
 
 
 class MalformedReply(Exception):
     """`MalformedReply` says that the engine's answer is not what its contract says. The message says where."""
+
+
+class RoleRefused(Exception):
+    """`RoleRefused` says that an engine did not change its role, and why. `is_unharmed` says that it works in its old
+    role."""
+
+    def __init__(self, why: str, *, is_unharmed: bool) -> None:
+        super().__init__(why)
+        self.is_unharmed = is_unharmed
 
 
 class NoHandoff(MalformedReply):
@@ -207,3 +217,14 @@ class Adapter(Protocol):
         """Reads the answer to a `ReleaseCall`. Returns True when the pages are free, or will be without another call.
         Raises `MalformedReply`.
         """
+
+
+@runtime_checkable
+class RoleSwitcher(Protocol):
+    """A `RoleSwitcher` is an adapter of engines that have to be told when their role changes."""
+
+    def role_switch(self, role: Role) -> Call:
+        """Returns the call after which an idle engine has this role."""
+
+    def read_role_switch(self, status: int, body: bytes) -> None:
+        """Reads the answer. Raises `RoleRefused` where the engine has not changed, and `MalformedReply`."""

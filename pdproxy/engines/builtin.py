@@ -35,7 +35,8 @@ from pdproxy.engines.kv_push import (
 from pdproxy.engines.one_token import OUT_OF_TOKENS, OneToken, read_one_token
 from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
 from pdproxy.openai.assembled import WholeShape
-from pdproxy.openai.request import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import GenerationRequest, encode, prefill_fields, with_token_ids
 from pdproxy.openai.response import BROKEN_FINISHES
 from transfer.trust import AttemptKey
 from transfer.wire import ResumeParams
@@ -83,6 +84,7 @@ class BuiltinAdapter:
             stale_term_code="stale_term",
             term_path=BUFFER,
             peer_ended_path=SENDER_ENDED,
+            changes_role=True,
         )
 
     def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.instances import InstanceSettings, ends_in_v1
 from pdproxy.config.settings import Settings
 from pdproxy.engines.adapter import Adapter
 from pdproxy.engines.builtin import BuiltinAdapter
@@ -39,7 +39,11 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
             return BuiltinAdapter(attempt_key=_attempt_key(settings), **lease)
         case "vllm_nixl":
             return VllmNixlAdapter(
-                one.role, data_parallel_rank=one.data_parallel_rank, given=_given_cache(one), **lease
+                one.role,
+                data_parallel_rank=one.data_parallel_rank,
+                data_parallel_size=one.data_parallel_size,
+                given=_given_cache(one),
+                **lease,
             )
         case "vllm_transfer":
             return VllmTransferAdapter(kv_url=_kv_url(one, settings), attempt_key=_attempt_key(settings), **lease)
@@ -53,6 +57,7 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
                 bootstrap=_bootstrap(one, settings),
                 max_rooms=one.max_rooms,
                 data_parallel_rank=one.data_parallel_rank,
+                data_parallel_size=one.data_parallel_size,
                 **lease,
             )
         case "mooncake":
@@ -61,6 +66,7 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
                 one.role,
                 bootstrap=bootstrap,
                 data_parallel_rank=one.data_parallel_rank,
+                data_parallel_size=one.data_parallel_size,
                 given=_given_cache(one),
                 **lease,
             )
@@ -68,6 +74,9 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
 
 def warn_of_mistakes(fleet: Sequence[InstanceSettings], settings: Settings) -> None:
     """Logs what cannot be seen from here and is often wrong. Raises `ConfigError` for what cannot work."""
+    for one in [*fleet, *settings.services()]:
+        if ends_in_v1(one.url):
+            log.warning("instances.url: that of %r is %s; leave out /v1, the proxy adds it itself", one.name, one.url)
     given = settings.chunk_size if "chunk_size" in settings.model_fields_set else None
     for model in {one.model for one in fleet if one.engine == "lmcache"}:
         of_model = [one for one in fleet if one.engine == "lmcache" and one.model == model]

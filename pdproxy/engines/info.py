@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pdproxy.admission.room import UNKNOWN_CACHE, KvCache
 from pdproxy.openai.answer import ModelCard
 from transfer.geometry import PageGroup
 
@@ -29,6 +30,8 @@ class EngineInfo:
     """The id of the process. A different value means a different process. None where the engine does not tell processes
     apart.
     """
+    counts: tuple[float, ...] = ()
+    """Counts that only grow while a process lives and begin anew with the next one; empty where there is an `epoch`."""
     role: str | None = None
     """The role, as the engine says; None where it does not know."""
     models: frozenset[str] = frozenset()
@@ -42,15 +45,17 @@ class EngineInfo:
     num_pages: int = 0
     """The number of pages of the memory that slots guard; 0 where slots guard another instance's."""
     num_occupied: int | None = None
-    term: int | None = None
-    """The highest term of a leader that the process has heard of; None where it heard of none, or knows no terms."""
     """The number of pages of that memory which the engine says are in use, on the fullest rank; None where it does not
     say.
 
     Pages that it keeps only as a cache and would give up on demand are not in use.
     """
+    term: int | None = None
+    """The highest term of a leader that the process has heard of; None where it heard of none, or knows no terms."""
     num_wrong_tags: int = 0
     """Counts the attempts that this process has failed because a page held another attempt's KV. It must stay 0."""
+    cache: KvCache = UNKNOWN_CACHE
+    """A decoder's own KV cache, in which it writes answers."""
     chunk_size: int | None = None
     """The number of tokens per page; with None a request takes one page, whatever its length."""
     page_bytes: int | None = None
@@ -73,5 +78,7 @@ class EngineInfo:
     """The ``host:port`` at which a prefiller's peers meet it."""
     engine_id: str | None = None
     """The id by which a Mooncake engine's peers know it."""
+    num_ranks: int = 1
+    """The number of data-parallel ranks behind the instance's address."""
     data_parallel_rank: int | None = None
     """The rank of an SGLang prefiller that its peers ask; with None the prefiller chooses the rank itself."""

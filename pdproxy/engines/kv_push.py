@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdproxy.admission.room import UNKNOWN_CACHE, KvCache
 from pdproxy.engines.adapter import AttemptInfo, Call, MalformedReply, ReleaseCall
 from pdproxy.engines.info import EngineInfo, Receiver
 from pdproxy.engines.model_cards import read_model_cards
@@ -13,6 +14,8 @@ from transfer.trust import AttemptKey
 from transfer.wire import BufferFacts, Endpoint, PushParams
 
 HEALTH, BUFFER = "/health", "/kv_buffer"
+BOTH = "both"
+"""The role of an engine that takes whichever role the proxy gives it."""
 CANCEL, SENDER_ENDED = "/kv_transfer/cancel", "/kv_transfer/sender_ended"
 
 
@@ -34,7 +37,7 @@ def read_buffer(facts: bytes, cards: bytes, *, kv_url: str | None = None) -> Eng
         raise MalformedReply(f"its {BUFFER} is not understood: {error}") from None
     return EngineInfo(
         epoch=buffer.epoch,
-        role=buffer.role,
+        role=None if buffer.role == BOTH else buffer.role,
         models=known.names,
         cards=known.cards,
         agreement=_agreement(buffer),
@@ -42,6 +45,7 @@ def read_buffer(facts: bytes, cards: bytes, *, kv_url: str | None = None) -> Eng
         num_occupied=_num_occupied(buffer),
         term=buffer.term,
         num_wrong_tags=buffer.num_wrong_tags,
+        cache=_cache(buffer),
         chunk_size=buffer.chunk_size,
         page_bytes=buffer.page_bytes,
         max_model_len=buffer.max_model_len,
@@ -50,6 +54,15 @@ def read_buffer(facts: bytes, cards: bytes, *, kv_url: str | None = None) -> Eng
         receivers=tuple(Receiver(rank=one.rank, host=one.host, port=one.port) for one in buffer.receivers),
         kv_url=kv_url,
     )
+
+
+def _cache(buffer: BufferFacts) -> KvCache:
+    """Returns what an engine tells of its KV cache. Where layers keep different parts of a prompt, pages are no measure
+    of tokens."""
+    if not buffer.num_cache_pages or len(buffer.groups) > 1:
+        return UNKNOWN_CACHE
+    size, used = buffer.chunk_size, buffer.num_cache_pages - buffer.num_cache_free
+    return KvCache(buffer.num_cache_pages * size, size, used * size, buffer.num_cache_waiting > 0)
 
 
 def push_params(info: AttemptInfo, key: AttemptKey | None, prompt_ids: list[int] | None) -> msgspec.Raw:

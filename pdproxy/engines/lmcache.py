@@ -56,10 +56,10 @@ from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
 from pdproxy.engines.traits import ALL_ENDPOINTS, EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
-from pdproxy.engines.vllm_metrics import read_metrics
+from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
+from pdproxy.openai.body import Fields
 from pdproxy.openai.first_token import Opening
 from pdproxy.openai.request import (
-    Fields,
     GenerationRequest,
     PromptKind,
     encode,
@@ -178,6 +178,7 @@ class LMCacheAdapter:
             lease_s=lease_s,
             streams_whole=VLLM_SHAPE,
             endpoints=ALL_ENDPOINTS,
+            prefiller_answers=False,  # a request that names no decoder ends it: its `transfer_spec` is None
         )
 
     @property
@@ -192,8 +193,10 @@ class LMCacheAdapter:
 
     def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
         cards = read_model_cards(answers[MODEL_CARDS])
+        metrics = _metrics(answers[_METRICS])
         facts = EngineInfo(
-            epoch=_epoch(answers[_METRICS]),
+            epoch=None if metrics is None else metrics.process_start,
+            counts=() if metrics is None else metrics.counts,
             role=self._role,
             models=cards.names,
             cards=cards.cards,
@@ -347,12 +350,12 @@ def _with_buffer(facts: EngineInfo, buffer: LMCacheBuffer) -> EngineInfo:
     )
 
 
-def _epoch(page: bytes) -> str | None:
-    """Returns the process's start; None also where vLLM was started without its own metrics, which nothing else here
+def _metrics(page: bytes) -> VllmMetrics | None:
+    """Returns what tells processes apart; None where vLLM was started without its own metrics, which nothing else here
     needs.
     """
     try:
-        return read_metrics(page).process_start
+        return read_metrics(page)
     except MalformedReply:
         return None
 

@@ -31,10 +31,10 @@ from pdproxy.engines.one_token import OUT_OF_TOKENS, is_whole, read_one_token
 from pdproxy.engines.traits import ALL_ENDPOINTS, EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import CacheReader, GivenCache
+from pdproxy.openai.body import Fields
 from pdproxy.openai.request import (
     FALSE,
     TRUE,
-    Fields,
     GenerationRequest,
     encode,
     one_token_fields,
@@ -69,11 +69,13 @@ class MooncakeAdapter:
         *,
         bootstrap: str | None,
         data_parallel_rank: int | None = None,
+        data_parallel_size: int | None = None,
         lease_s: float = 480.0,
         given: GivenCache = GivenCache(),  # noqa: B008 (it cannot change)
     ) -> None:
         """Makes the adapter. `bootstrap` is ``host:port`` of a prefiller's bootstrap server, as decoders reach it; None
-        for a decoder. `given` is what the configuration says of its cache.
+        for a decoder. `data_parallel_rank` is the only rank that this instance stands for, of `data_parallel_size`
+        where that is known. `given` is what the configuration says of its cache.
 
         `lease_s` is the engine's ``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``, in seconds, after which it drops KV that
         nobody has asked for. What is asked for later is refused then, and is never another request's.
@@ -82,7 +84,7 @@ class MooncakeAdapter:
         self._bootstrap = bootstrap if role == "prefill" else None
         self._query = None if self._bootstrap is None else f"http://{self._bootstrap}/query"
         self._rank = data_parallel_rank
-        self._cache = CacheReader(given, data_parallel_rank)
+        self._cache = CacheReader(given, data_parallel_rank, data_parallel_size)
         self.traits = EngineTraits(
             ready=KvReady.ENGINES,
             page_owner="prefill",
@@ -109,11 +111,14 @@ class MooncakeAdapter:
             agreement["block_size"] = str(metrics.block_size)
         return EngineInfo(
             epoch=metrics.process_start or engine_id,
+            counts=metrics.counts,
+            num_ranks=metrics.num_ranks,
             models=cards.names,
             cards=cards.cards,
             agreement=agreement,
             num_pages=metrics.num_usable_blocks if self._role == "prefill" else 0,
             num_occupied=metrics.num_used_blocks if self._role == "prefill" else None,
+            cache=metrics.cache,
             chunk_size=metrics.block_size,
             max_model_len=cards.max_model_len,
             bootstrap=self._bootstrap,

@@ -4,47 +4,33 @@ token.
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from pdproxy.engines.adapter import MalformedReply
-from pdproxy.openai.answer import NULL, Choice, Usage
-from pdproxy.openai.request import Fields, GenerationRequest
+from pdproxy.openai.answer import NULL, PrefilledAnswer, Usage
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import GenerationRequest
 from pdproxy.openai.usage import PromptUsage
 
-OUT_OF_TOKENS = "length"
-_ENDS = frozenset({"stop", "tool_calls", "function_call", "content_filter", "repetition"})
+OUT_OF_TOKENS: Final = "length"
+_ENDS: Final = frozenset({"stop", "tool_calls", "function_call", "content_filter", "repetition"})
 """The reasons for which an answer is over, however many tokens it might have had."""
-_FEWEST = ("min_tokens", "min_completion_tokens")
-_SHORT_BYTES = 4096
+_FEWEST: Final = ("min_tokens", "min_completion_tokens")
+_SHORT_BYTES: Final = 4096
 """The reply length in bytes up to which a reply is read quickly, whatever it says."""
-_OPENS_IDS = b'"prompt_token_ids":['
-_ID_ELSEWHERE = msgspec.Raw(b"0")
+_OPENS_IDS: Final = b'"prompt_token_ids":['
+_ID_ELSEWHERE: Final = msgspec.Raw(b"0")
 """The number which takes the place of the ids. No engine says a number there."""
-_BACKSLASH = b"\\"
+_BACKSLASH: Final = b"\\"
 
 T = TypeVar("T")
 
 
-class _Choice(Choice):
-    prompt_token_ids: msgspec.Raw = NULL
-
-
-class _Answer(msgspec.Struct):
-    """An `_Answer` holds what is looked at in every reply, in one reading."""
-
-    choices: list[_Choice]
-    usage: Usage | None = None
-    error: Any = None
-    kv_transfer_params: msgspec.Raw = NULL
-    prompt_token_ids: msgspec.Raw = NULL
-
-
-_answer = msgspec.json.Decoder(_Answer)
-_fields = msgspec.json.Decoder(Fields)
-_choices = msgspec.json.Decoder(list[dict[str, Any]])
+_answer: Final = msgspec.json.Decoder(PrefilledAnswer)
+_fields: Final = msgspec.json.Decoder(Fields)
+_choices: Final = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class OneToken:
@@ -52,7 +38,9 @@ class OneToken:
     came, or None.
     """
 
-    def __init__(self, body: bytes, answer: _Answer, prompt_ids: msgspec.Raw | None) -> None:
+    __slots__ = ("_body", "_choice", "_fields", "finish_reason", "has_text", "params", "prompt_ids", "usage")
+
+    def __init__(self, body: bytes, answer: PrefilledAnswer, prompt_ids: msgspec.Raw | None) -> None:
         choice = answer.choices[0]
         self.finish_reason = choice.finish_reason
         self.usage = _prompt_usage(answer.usage)
@@ -62,16 +50,22 @@ class OneToken:
         """The field ``kv_transfer_params``, as it came, or None."""
         self.prompt_ids = prompt_ids
         self._body = body
+        self._fields: Fields | None = None
+        self._choice: dict[str, Any] | None = None
 
-    @cached_property
+    @property
     def fields(self) -> Fields:
         """Returns the whole answer, as it came. Raises `MalformedReply`."""
-        return _decode(_fields, self._body)
+        if self._fields is None:
+            self._fields = _decode(_fields, self._body)
+        return self._fields
 
-    @cached_property
+    @property
     def choice(self) -> dict[str, Any]:
         """Returns the reply's only choice, as Python values. Raises `MalformedReply`."""
-        return _decode(_choices, self.fields["choices"])[0]
+        if self._choice is None:
+            self._choice = _decode(_choices, self.fields["choices"])[0]
+        return self._choice
 
 
 def read_one_token(body: bytes) -> OneToken:
@@ -95,7 +89,7 @@ def is_whole(request: GenerationRequest, finish_reason: str | None) -> bool:
     return finish_reason in _ENDS and not any(_is_positive(request.value(name)) for name in _FEWEST)
 
 
-def _read(body: bytes) -> tuple[_Answer, msgspec.Raw | None]:
+def _read(body: bytes) -> tuple[PrefilledAnswer, msgspec.Raw | None]:
     """Returns what is looked at, and the prompt's ids or None. Raises `MalformedReply`.
 
     A long prompt's ids are nearly all of its reply. To read them one by one costs as much as all else that is done for
@@ -121,7 +115,7 @@ def _place_of_ids(body: bytes) -> slice | None:
     return slice(start, stop) if is_name and stop and body[start + 1 : start + 2].isdigit() else None
 
 
-def _told_ids(answer: _Answer) -> msgspec.Raw | None:
+def _told_ids(answer: PrefilledAnswer) -> msgspec.Raw | None:
     """Returns the prompt's ids. A completion tells them in its choice, a chat beside it."""
     in_choice = _none_for_null(answer.choices[0].prompt_token_ids) if answer.choices else None
     return in_choice or _none_for_null(answer.prompt_token_ids)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from pdproxy.admission.room import UNKNOWN_CACHE, KvCache
 from pdproxy.config.values import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.adapter import (
@@ -24,13 +25,15 @@ from pdproxy.engines.adapter import (
     ReleaseCall,
     ReleaseMode,
     Resumption,
+    RoleRefused,
 )
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
 from pdproxy.errors import InvalidRequest
 from pdproxy.openai.answer import CountedChunk
-from pdproxy.openai.request import FALSE, Fields, GenerationRequest, PromptKind, encode, whole_body, with_token_ids
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import FALSE, GenerationRequest, PromptKind, encode, whole_body, with_token_ids
 from pdproxy.openai.response import BROKEN_FINISHES
 from pdproxy.openai.usage import PromptUsage
 
@@ -67,10 +70,23 @@ class _Info(msgspec.Struct):
     disaggregation_bootstrap_port: int = BOOTSTRAP_PORT
     dp_size: int = 1
     max_running_requests: int | None = None
+    max_total_num_tokens: int | None = None
+    """The number of tokens that the KV cache of one rank has room for."""
+    page_size: int | None = None
     internal_states: list[_State] = []
 
 
+class _RoleSwitch(msgspec.Struct):
+    """A `_RoleSwitch` is the answer to a call that changes the role. Not `safe_to_restore` means that the engine may
+    not serve in its old role either."""
+
+    success: bool
+    message: str = ""
+    safe_to_restore: bool = False
+
+
 _info = msgspec.json.Decoder(_Info)
+_role_switch = msgspec.json.Decoder(_RoleSwitch)
 _reply = msgspec.json.Decoder(CountedChunk)
 _fields = msgspec.json.Decoder(Fields)
 
@@ -90,17 +106,19 @@ class SglangAdapter:
         bootstrap: str | None,
         max_rooms: int | None = None,
         data_parallel_rank: int | None = None,
+        data_parallel_size: int | None = None,
         lease_s: float = 60.0,
     ) -> None:
         """Makes the adapter. `bootstrap` is where decoders reach a prefiller's bootstrap server; None for a decoder.
 
         It is ``host:port``, or ``host``: then the prefiller tells the port. `data_parallel_rank` is the only rank that
-        this instance stands for.
+        this instance stands for, of `data_parallel_size` where that is known.
         """
         self._role: Role = role
         self._bootstrap = bootstrap
         self._max_rooms = max_rooms
         self._rank = data_parallel_rank
+        self._size = data_parallel_size
         self.traits = EngineTraits(
             ready=KvReady.ENGINES,
             page_owner="prefill",
@@ -111,6 +129,7 @@ class SglangAdapter:
             streams_whole=None,
             serves_alone=False,
             takes_several_prompts=True,
+            changes_role=True,
         )
 
     # ── looking at it ──
@@ -128,6 +147,8 @@ class SglangAdapter:
             info, told = _info.decode(answers[_INFO]), _fields.decode(answers[_INFO])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MalformedReply(f"its {_INFO} is not understood: {error}") from None
+        if self._rank is not None and self._size not in (None, info.dp_size):
+            raise MalformedReply(f"its dp_size is {info.dp_size}, and data_parallel_size is {self._size}")
         is_prefiller = self._role == "prefill"
         return EngineInfo(
             epoch=_epoch(told),
@@ -136,11 +157,20 @@ class SglangAdapter:
             cards=cards.cards,
             agreement=_agreement(told),
             num_pages=self._num_rooms(info) if is_prefiller else 0,
+            cache=UNKNOWN_CACHE if is_prefiller else self._kv_cache(info),
             chunk_size=None,
             max_model_len=cards.max_model_len,
             bootstrap=self._address(info) if is_prefiller else None,
+            num_ranks=info.dp_size,
             data_parallel_rank=self._rank,
         )
+
+    def _kv_cache(self, info: _Info) -> KvCache:
+        """Returns what is known of the KV cache: of all ranks together, or of the only rank that is meant."""
+        if not info.max_total_num_tokens:
+            return UNKNOWN_CACHE
+        num_ranks = max(len(info.internal_states), info.dp_size) if self._rank is None else 1
+        return KvCache(info.max_total_num_tokens * num_ranks, max(1, info.page_size or 1))
 
     def _num_rooms(self, info: _Info) -> int:
         """Returns the number of rooms of all ranks together, or of the only rank that is meant. Raises
@@ -252,6 +282,27 @@ class SglangAdapter:
         Where the engine wants a key for this (401), the closed leg is enough.
         """
         return 200 <= status < 500
+
+    # ── its role ──
+
+    def role_switch(self, role: Role) -> Call:
+        """Returns the call that changes the role. The engine must be idle and started with ``--enable-pd-role-switch``.
+
+        The wire is that of ``srt/disaggregation/role_switch.py`` in SGLang's main branch of autumn 2026. It was not
+        tried with a real engine.
+        """
+        return Call("/pd_role_switch", msgspec.json.encode({"new_role": role}))
+
+    def read_role_switch(self, status: int, body: bytes) -> None:
+        """Raises `RoleRefused` where the engine has not changed, and `MalformedReply` for what is no such reply."""
+        if status == 404:
+            raise RoleRefused("it has no /pd_role_switch; that needs a newer SGLang", is_unharmed=True)
+        try:
+            told = _role_switch.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedReply(f"its answer to /pd_role_switch, HTTP {status}, is not understood: {error}") from None
+        if not told.success:
+            raise RoleRefused(told.message, is_unharmed=told.safe_to_restore)
 
 
 # ── where the legs meet ─────────────────────────────────────────────────────────────────────────────────────────────

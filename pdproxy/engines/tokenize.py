@@ -13,7 +13,8 @@ import msgspec
 
 from pdproxy.engines.adapter import Call, MalformedReply
 from pdproxy.errors import InvalidRequest
-from pdproxy.openai.request import Fields, GenerationRequest, encode
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import GenerationRequest, encode
 
 PATH = "/tokenize"
 _OF_TEXT = ("model", "add_special_tokens")

@@ -74,6 +74,12 @@ class EngineTraits:
 
     Otherwise every request goes through both legs.
     """
+    prefiller_answers: bool = True
+    """Tells that a prefiller can write a whole answer, to a request whose KV goes nowhere."""
+    changes_role: bool = False
+    """Tells that an engine of this kind can take the other role while it runs: where it is told to (`RoleSwitcher`), or
+    where it does not care which role the proxy gives it.
+    """
     takes_several_prompts: bool = False
     """Tells that one attempt can hand over the KV of several prompts. Otherwise each prompt of a body gets an attempt
     of its own.

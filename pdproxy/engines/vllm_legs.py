@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -17,10 +17,10 @@ from pdproxy.engines.adapter import AttemptInfo, DecodeLeg, NoHandoff, PrefillRe
 from pdproxy.engines.api_reply import read_api_prefill
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
 from pdproxy.openai.apis import api_prefill_fields
+from pdproxy.openai.body import Fields
 from pdproxy.openai.request import (
     TOKEN_IDS,
     TRUE,
-    Fields,
     GenerationRequest,
     PromptKind,
     encode,
@@ -30,20 +30,20 @@ from pdproxy.openai.request import (
     with_token_ids,
 )
 
-PARAMS = "kv_transfer_params"
-PROMPT_IDS = "prompt_token_ids"
+PARAMS: Final = "kv_transfer_params"
+PROMPT_IDS: Final = "prompt_token_ids"
 
-_NULL = msgspec.Raw(b"null")
-_IDS_FOLLOW = b'"%s":' % PROMPT_IDS.encode()
-_START_OF_IDS = re.compile(rb"\[\s*[0-9]")
-_NOT_WITH_IDS = frozenset({"suffix", "prompt_embeds"})
+_NULL: Final = msgspec.Raw(b"null")
+_IDS_FOLLOW: Final = b'"%s":' % PROMPT_IDS.encode()
+_START_OF_IDS: Final = re.compile(rb"\[\s*[0-9]")
+_NOT_WITH_IDS: Final = frozenset({"suffix", "prompt_embeds"})
 """The fields with which a prompt as ids is not the same as the text which the ids were made of."""
-_NO_ENDS = frozenset({"tool_calls", "function_call"})
+_NO_ENDS: Final = frozenset({"tool_calls", "function_call"})
 """The reasons which vLLM gives for any answer with a call in it, even for one that was cut off."""
 
-_ids = msgspec.json.Decoder(list[int])
-_object = msgspec.json.Decoder(Fields)
-_choices = msgspec.json.Decoder(list[Fields])
+_ids: Final = msgspec.json.Decoder(list[int])
+_object: Final = msgspec.json.Decoder(Fields)
+_choices: Final = msgspec.json.Decoder(list[Fields])
 
 
 class VllmLegs:

@@ -10,7 +10,9 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 
+from pdproxy.admission.room import UNKNOWN_CACHE, KvCache
 from pdproxy.engines.adapter import MalformedReply
 
 log = logging.getLogger(__name__)
@@ -19,7 +21,10 @@ _SAMPLE = r"^{name}(?:\{{(?P<labels>.*)\}})?[ \t]+(?P<value>[^ \t\n]+)[^\n]*$"
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _CONFIG = "vllm:cache_config_info"
 _USAGE, _OLD_USAGE = "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"
+_WAITING = "vllm:num_requests_waiting"
 _STARTED = "process_start_time_seconds"
+_COUNTS = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
+"""The counters that grow with every request, whoever sends it. Several API servers tell them together."""
 _OWNED_BY_VLLM = re.compile(rb'"owned_by"\s*:\s*"vllm"')
 UNKNOWN_BLOCKS = 1 << 30
 """The number of blocks that stands for a cache of which nobody knows the size: so many that nothing waits for them."""
@@ -35,9 +40,7 @@ class VllmMetrics:
     """`VllmMetrics` are the numbers of one data-parallel rank."""
 
     num_gpu_blocks: int
-    """The number of blocks of the KV cache. A data-parallel engine tells those of all ranks together, on each rank's
-    line (seen with vLLM 0.32).
-    """
+    """The number of blocks of one rank's KV cache."""
     block_size: int | None
     """The number of tokens per block; None where nobody knows it."""
     num_tokens: int | None
@@ -48,10 +51,20 @@ class VllmMetrics:
 
     Blocks that only the prefix cache remembers are not taken.
     """
+    num_meant: int = 1
+    """The number of data-parallel ranks that are meant: all of the engine's, where none is named."""
+    usage_sum: float | None = None
+    """The shares of all of them added up; None where they are not told."""
+    num_waiting: int
+    """The number of requests that wait for their turn, among them those that were preempted."""
     process_start: str | None
     """The time at which the process began, as the metrics page writes it. A different value means a different process.
     None where it is not told (with several API servers).
     """
+    counts: tuple[float, ...] = ()
+    """The tokens that all ranks have read and written since their start, where the time of that is not told."""
+    num_ranks: int = 1
+    """The number of data-parallel ranks behind the address."""
     labels: Mapping[str, str]
     """The whole configuration of the cache, by vLLM's names."""
 
@@ -66,6 +79,16 @@ class VllmMetrics:
         if self.num_tokens is not None and self.block_size is not None:
             limit = self.num_tokens // self.block_size
         return max(0, min(self.num_gpu_blocks, limit) - _NULL_BLOCKS)
+
+    @property
+    def cache(self) -> KvCache:
+        """Returns what an engine tells of its KV cache, or of the caches of all its ranks; nothing where their size is
+        not known."""
+        block, num = self.block_size, self.num_usable_blocks
+        if block is None or num < 1 or self.num_gpu_blocks >= UNKNOWN_BLOCKS:
+            return UNKNOWN_CACHE
+        used = None if self.usage_sum is None else int(self.usage_sum * num + _ROUNDING) * block
+        return KvCache(num * self.num_meant * block, block, used, self.num_waiting > 0)
 
     @property
     def num_used_blocks(self) -> int | None:
@@ -92,9 +115,11 @@ class CacheReader:
     Mutable state: whether the log was told.
     """
 
-    def __init__(self, given: GivenCache, rank: int | None) -> None:
+    def __init__(self, given: GivenCache, rank: int | None, num_ranks: int | None = None) -> None:
+        """`rank` and `num_ranks` mean the same as in `read_metrics`."""
         self._given = given
         self._rank = rank
+        self._num_ranks = num_ranks
         self._is_told = False
 
     def read(self, page: bytes, cards: bytes) -> VllmMetrics:
@@ -102,7 +127,7 @@ class CacheReader:
         `MalformedReply`."""
         text = page.decode(errors="replace")
         if _samples(text, _CONFIG, None) or _OWNED_BY_VLLM.search(cards) is None:
-            return read_metrics(page, self._rank)
+            return read_metrics(page, self._rank, self._num_ranks)
         given = self._given
         if given.num_blocks is None and not self._is_told:
             self._is_told = True
@@ -111,48 +136,79 @@ class CacheReader:
                 "blocks; give num_blocks and chunk_size in its table, or start vLLM without that option",
                 given.instance,
             )
-        started = [value for _, value in _samples(text, _STARTED, None)]
         return VllmMetrics(
             num_gpu_blocks=UNKNOWN_BLOCKS if given.num_blocks is None else given.num_blocks + _NULL_BLOCKS,
             block_size=given.block_size,
             num_tokens=None,
             usage=None,
-            process_start=started[0] if started else None,
+            num_ranks=1,
+            usage_sum=None,
+            num_waiting=0,
+            process_start=_started(text),
             labels={},
         )
 
 
-def read_metrics(text: bytes, rank: int | None = None) -> VllmMetrics:
+def read_metrics(text: bytes, rank: int | None = None, num_ranks: int | None = None) -> VllmMetrics:
     """Reads the metrics page. `rank` says whose numbers to take, where an address serves several ranks; None means the
-    first one's.
+    first one's. `num_ranks` is the number of ranks that there should be, where it is known.
 
     Raises `MalformedReply`.
     """
     page = text.decode(errors="replace")
-    configs = [labels for labels, _ in _samples(page, _CONFIG, rank)]
+    configs = {labels.get("engine", ""): labels for labels, _ in _samples(page, _CONFIG, None)}
     if not configs:
-        whose = "" if rank is None else f" of engine {rank}"
         raise MalformedReply(
-            f"its /metrics has no {_CONFIG}{whose}, and its model cards are not those of a vLLM that was started with "
+            f"its /metrics has no {_CONFIG}, and its model cards are not those of a vLLM that was started with "
             "--disable-log-stats"
         )
-    usage = _samples(page, _USAGE, rank) or _samples(page, _OLD_USAGE, rank)
-    started = [value for _, value in _samples(page, _STARTED, None)]
+    engine = None if rank is None else _engine(list(configs), rank, num_ranks)
+    config = next(iter(configs.values())) if engine is None else configs[engine]
+    usage = _samples(page, _USAGE, engine) or _samples(page, _OLD_USAGE, engine)
+    shares = [share for _, value in usage if (share := _share(value)) is not None]
+    num_meant = len(configs) if engine is None else 1
+    waiting = _samples(page, _WAITING, engine)
+    started = _started(page)
     return VllmMetrics(
-        num_gpu_blocks=_count(configs[0], "num_gpu_blocks"),
-        block_size=_count(configs[0], "block_size"),
-        num_tokens=_tokens(configs[0]),
-        usage=max((share for _, value in usage if (share := _share(value)) is not None), default=None),
-        process_start=started[0] if started else None,
-        labels=configs[0],
+        # Each rank's line has the sum of all ranks' blocks (seen with vLLM 0.32).
+        num_gpu_blocks=_count(config, "num_gpu_blocks") // len(configs),
+        block_size=_count(config, "block_size"),
+        num_tokens=_tokens(config),
+        usage=max(shares, default=None),
+        num_meant=num_meant,
+        usage_sum=None if not shares else max(shares) if num_meant == 1 else min(float(num_meant), sum(shares)),
+        num_waiting=sum(int(number) for _, value in waiting if (number := _number(value)) is not None),
+        process_start=started,
+        counts=() if started is not None else tuple(_total(page, name) for name in _COUNTS),
+        num_ranks=len(configs),
+        labels=config,
     )
 
 
-def _samples(page: str, name: str, rank: int | None) -> list[tuple[dict[str, str], str]]:
-    """Returns labels and value of each sample of this name, for the engine `rank`, or for all engines."""
+def _engine(engines: list[str], rank: int, num_ranks: int | None) -> str:
+    """Returns the name by which the page knows the rank: requests count the ranks behind an address from 0, and the
+    page counts all ranks of a deployment, some of which may be elsewhere. Raises `MalformedReply`."""
+    there = f"it has {len(engines)} data-parallel rank{'s' * (len(engines) > 1)}"
+    if num_ranks not in (None, len(engines)):
+        raise MalformedReply(f"{there}, and data_parallel_size is {num_ranks}")
+    if rank >= len(engines):
+        raise MalformedReply(f"{there}, and data_parallel_rank is {rank}")
+    return sorted(engines, key=lambda engine: (len(engine), engine))[rank]
+
+
+def _started(page: str) -> str | None:
+    return next((value for _, value in _samples(page, _STARTED, None)), None)
+
+
+def _total(page: str, name: str) -> float:
+    return sum(number for _, value in _samples(page, name, None) if (number := _number(value)) is not None)
+
+
+def _samples(page: str, name: str, engine: str | None) -> list[tuple[dict[str, str], str]]:
+    """Returns labels and value of each sample of this name, for the rank `engine`, or for all ranks."""
     found = re.finditer(_SAMPLE.format(name=re.escape(name)), page, re.MULTILINE)
     samples = [(dict(_LABEL.findall(each["labels"] or "")), each["value"]) for each in found]
-    return [sample for sample in samples if rank is None or sample[0].get("engine") == str(rank)]
+    return [sample for sample in samples if engine is None or sample[0].get("engine") == engine]
 
 
 def _count(labels: Mapping[str, str], name: str) -> int:
@@ -169,8 +225,14 @@ def _tokens(labels: Mapping[str, str]) -> int | None:
 
 def _share(text: str) -> float | None:
     """Returns a number from 0 to 1, or None for anything else."""
+    share = _number(text)
+    return share if share is not None and 0.0 <= share <= 1.0 else None
+
+
+def _number(text: str) -> float | None:
+    """Returns a finite number, or None for anything else."""
     try:
-        share = float(text)
+        number = float(text)
     except ValueError:
         return None
-    return share if 0.0 <= share <= 1.0 else None
+    return number if isfinite(number) else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 import msgspec
 
@@ -28,7 +29,7 @@ from pdproxy.engines.adapter import (
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.traits import ALL_ENDPOINTS, EngineTraits, KvReady, ReleaseSignal
-from pdproxy.engines.vllm_answers import VLLM_SHAPE
+from pdproxy.engines.vllm_answers import VLLM_SHAPE, read_version
 from pdproxy.engines.vllm_legs import VllmLegs, decode_fields
 from pdproxy.engines.vllm_metrics import CacheReader, GivenCache, VllmMetrics
 from pdproxy.openai.answer import read_cards
@@ -40,22 +41,17 @@ from pdproxy.openai.request import (
     prefill_fields,
 )
 
-NOBODY = msgspec.Raw(b'"pdproxy-abandoned"')
+NOBODY: Final = msgspec.Raw(b'"pdproxy-abandoned"')
 """The name of a model that no engine serves."""
 
-_KEEP_KV = msgspec.Raw(b'{"do_remote_decode":true}')
-_HEALTH, _METRICS, _VERSION = "/health", "/metrics", "/version"
-_REFUSALS_FREE = (0, 32)
+_KEEP_KV: Final = msgspec.Raw(b'{"do_remote_decode":true}')
+_HEALTH: Final = "/health"
+_METRICS: Final = "/metrics"
+_VERSION: Final = "/version"
+_REFUSALS_FREE: Final = (0, 32)
 """The first version of vLLM with which a decoder that refuses a decode leg tells the prefiller so. (Some earlier
 versions do so too, but die where they cannot reach the prefiller.)
 """
-
-
-class _Version(msgspec.Struct):
-    version: str
-
-
-_version = msgspec.json.Decoder(_Version)
 
 
 class VllmNixlAdapter(VllmLegs):
@@ -69,13 +65,15 @@ class VllmNixlAdapter(VllmLegs):
         *,
         lease_s: float = 30.0,
         data_parallel_rank: int | None = None,
+        data_parallel_size: int | None = None,
         given: GivenCache = GivenCache(),  # noqa: B008 (it cannot change)
     ) -> None:
         """Makes the adapter. `lease_s` is vLLM's ``kv_lease_duration``, in seconds. `data_parallel_rank` is the only
-        rank that this instance stands for. `given` is what the configuration says of its cache.
+        rank that this instance stands for, of `data_parallel_size` where that is known. `given` is what the
+        configuration says of its cache.
         """
         super().__init__(data_parallel_rank)
-        self._cache = CacheReader(given, data_parallel_rank)
+        self._cache = CacheReader(given, data_parallel_rank, data_parallel_size)
         self._role: Role = role
         self.traits = EngineTraits(
             ready=KvReady.PREFILL_REPLY,
@@ -86,6 +84,7 @@ class VllmNixlAdapter(VllmLegs):
             streams_whole=VLLM_SHAPE,
             endpoints=ALL_ENDPOINTS,
             divided=ALL_ENDPOINTS,
+            changes_role=True,
         )
 
     # ── looking at it ──
@@ -104,11 +103,14 @@ class VllmNixlAdapter(VllmLegs):
         cards = read_model_cards(answers[model_cards.PATH])
         return EngineInfo(
             epoch=metrics.process_start,
+            counts=metrics.counts,
+            num_ranks=metrics.num_ranks,
             models=cards.names,
             cards=cards.cards,
             agreement=_agreement(metrics, answers),
             num_pages=metrics.num_usable_blocks if self._role == "prefill" else 0,
             num_occupied=metrics.num_used_blocks if self._role == "prefill" else None,
+            cache=metrics.cache,
             chunk_size=metrics.block_size,
             max_model_len=cards.max_model_len,
         )
@@ -160,7 +162,7 @@ class VllmNixlAdapter(VllmLegs):
 
 def _agreement(metrics: VllmMetrics, answers: Mapping[str, bytes]) -> dict[str, str]:
     try:
-        version = _version.decode(answers[_VERSION]).version
+        version = read_version.decode(answers[_VERSION]).version
         roots = [card.root for card in read_cards(answers[model_cards.PATH]) if card.parent is None]
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedReply(f"its {_VERSION} or {model_cards.PATH} is not understood: {error}") from None

@@ -26,20 +26,10 @@ from pdproxy.engines.kv_push import (
     receiver_ranks,
 )
 from pdproxy.engines.traits import ALL_ENDPOINTS, EngineTraits, KvReady, ReleaseSignal
-from pdproxy.engines.vllm_answers import VLLM_SHAPE
+from pdproxy.engines.vllm_answers import VLLM_SHAPE, Handoff, read_handoff
 from pdproxy.engines.vllm_legs import VllmLegs
 from pdproxy.openai.request import MESSAGES, GenerationRequest
 from transfer.trust import AttemptKey
-
-
-class _Handoff(msgspec.Struct):
-    """The ``kv_transfer_params`` of a prefill reply, which go to the decoder as they are."""
-
-    failure: str | None = None
-    is_receiver_lost: bool = False
-
-
-_handoff = msgspec.json.Decoder(_Handoff)
 
 
 class VllmTransferAdapter(VllmLegs):
@@ -102,9 +92,9 @@ class VllmTransferAdapter(VllmLegs):
         return push_params(info, self._attempt_key, None)
 
 
-def _read(handoff: msgspec.Raw) -> _Handoff:
+def _read(handoff: msgspec.Raw) -> Handoff:
     """Returns what the handoff says; that nothing has failed, where it is not understood."""
     try:
-        return _handoff.decode(handoff)
+        return read_handoff.decode(handoff)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return _Handoff()
+        return Handoff()

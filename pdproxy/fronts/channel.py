@@ -14,6 +14,8 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from pdproxy.fronts.outbox import Outbox
+
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 1 << 28
@@ -23,10 +25,6 @@ LENGTH = struct.Struct(">I")
 
 Handlers = Mapping[type, Callable[[Any], object]]
 """The function that is called with each message of a class, by the class."""
-
-
-SOON_S = 0.005
-"""The longest time in seconds that a message waits for others which may wait a moment."""
 
 
 class Line(Protocol):
@@ -50,57 +48,6 @@ class Line(Protocol):
     def num_unsent_bytes(self) -> int:
         """The bytes that the other process has not taken yet."""
         ...
-
-
-class Outbox:
-    """`Outbox` collects messages, and calls `write` with all of them, in order, at the end of the turn.
-
-    Mutable state: the messages; the number of their frame; whether they go at the end of this turn; the timer of those
-    that may wait a moment.
-    """
-
-    __slots__ = ("_is_due", "_messages", "_timer", "_write", "frame")
-
-    def __init__(self, write: Callable[[list[Any]], object]) -> None:
-        self._write = write
-        self._messages: list[Any] = []
-        self.frame = 0
-        self._is_due = False
-        self._timer: asyncio.TimerHandle | None = None
-
-    def keep(self, message: Any) -> None:
-        """Sends a message with the next ones, or at `flush`."""
-        self._messages.append(message)
-
-    def send(self, message: Any) -> None:
-        """Sends a message at the end of this turn."""
-        self._messages.append(message)
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self.flush)
-
-    def send_soon(self, message: Any) -> None:
-        """Sends a message with the next one, or by itself after `SOON_S` seconds."""
-        self._messages.append(message)
-        if self._timer is None and not self._is_due:
-            self._timer = asyncio.get_running_loop().call_later(SOON_S, self._ring)
-
-    def _ring(self) -> None:
-        self._timer = None
-        self.flush()
-
-    def flush(self) -> None:
-        """Sends now what there is."""
-        self._is_due = False
-        if messages := self._messages:
-            self._messages = []
-            self.frame += 1
-            self._write(messages)
-
-    def clear(self) -> None:
-        """Forgets what was not sent."""
-        self._messages.clear()
-        self.frame += 1
 
 
 class OutboxLine:
@@ -140,6 +87,9 @@ class Frames(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         received = self._received
+        if not received and self._is_one_frame(data):
+            self._take(data[LENGTH.size :])
+            return
         received += data
         begin = 0
         while len(received) - begin >= LENGTH.size:
@@ -152,16 +102,25 @@ class Frames(asyncio.Protocol):
                 break
             frame = bytes(memoryview(received)[begin + LENGTH.size : end])
             begin = end
-            try:
-                self._handle(frame)
-            except Exception as error:  # of one end or the other: they do not understand each other any more
-                log.exception("a message of the other process cannot be handled")
-                self.close(repr(error))
-                return
-            if self.is_over:
+            if not self._take(frame):
                 return
         if begin:
             del received[:begin]
+
+    def _is_one_frame(self, data: bytes) -> bool:
+        """Tells whether this is a whole frame and nothing else, as it is as a rule."""
+        num_bytes = len(data) - LENGTH.size
+        return 0 <= num_bytes <= self.max_frame_bytes and LENGTH.unpack_from(data)[0] == num_bytes
+
+    def _take(self, frame: bytes) -> bool:
+        """Handles a frame. Returns whether another one may be handled."""
+        try:
+            self._handle(frame)
+        except Exception as error:  # of one end or the other: they do not understand each other any more
+            log.exception("a message of the other process cannot be handled")
+            self.close(repr(error))
+            return False
+        return not self.is_over
 
     def _handle(self, frame: bytes) -> None:
         raise NotImplementedError
@@ -223,6 +182,13 @@ class Channel(Frames):
             self._write(transport, messages[half:])
         else:
             transport.write(LENGTH.pack(len(frame)) + frame)
+
+    def data_received(self, data: bytes) -> None:
+        self._outbox.hold()
+        try:
+            super().data_received(data)
+        finally:
+            self._outbox.let_go()
 
     def _handle(self, frame: bytes) -> None:
         handlers = self.handlers

@@ -55,10 +55,11 @@ from pdproxy.orchestrator.orchestrator import Orchestrator
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.serve import Server
 from pdproxy.server.app import App, Status, build_app
+from pdproxy.telemetry.collectors import Sources
 from pdproxy.telemetry.figures import Figures
-from pdproxy.telemetry.log import RequestLog, configure
-from pdproxy.telemetry.metrics import Metrics, Sources
-from pdproxy.telemetry.record import Observers, Recent
+from pdproxy.telemetry.log import configure, request_logs
+from pdproxy.telemetry.metrics import Metrics
+from pdproxy.telemetry.observer import Observers, Recent
 from pdproxy.telemetry.trace import make_tracing
 from pdproxy.tokens.prompt_sizer import make_sizer
 from transfer.memory_budget import MemoryBudget
@@ -171,7 +172,7 @@ def assemble_front(
     metrics, recent = Metrics(sources, usage=usage, is_front=True), Recent()
     lag = LoopLag(metrics.loop_lagged)
     tracing = make_tracing(settings.otlp_endpoint)
-    observer = Observers([*parts.observers_of(keys, usage, settings), metrics, RequestLog(), recent, tracing])
+    observer = Observers([*parts.observers_of(keys, usage, settings), metrics, *request_logs(), recent, tracing])
     counts = TokenCounts(pool, take_ids=TAKE_IDS)
     sizer = make_sizer(settings, counts)
     orchestrator = parts.make_orchestrator(

@@ -15,15 +15,17 @@ import asyncio
 import time
 from collections.abc import Callable, Hashable
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from pdproxy.admission.account import Lease, Place
 from pdproxy.admission.admission import Admission, Waiter
 from pdproxy.admission.custody import PROOFS, Custody, Evidence, Way
-from pdproxy.admission.grant import Grant
+from pdproxy.admission.grant import Forecast, Grant
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
 from pdproxy.admission.orphans import Job
+from pdproxy.admission.room import Room
+from pdproxy.aio.coarse_timer import MIN_S, alarms_of
 from pdproxy.engines.adapter import ReleaseCall
 from pdproxy.errors import NotReady, ProxyError, QueueFull, QueueTimeout
 from pdproxy.fleet.routing.candidate import NO_HINTS
@@ -31,11 +33,11 @@ from pdproxy.fleet.routing.router import Router
 from pdproxy.fronts import messages
 from pdproxy.fronts.channel import Line
 
-RETRY_AFTER_S = 1.0
-SILENCE_S = 1.0
+RETRY_AFTER_S: Final = 1.0
+SILENCE_S = MIN_S
 """Seconds beyond a demand's own deadline after which a front refuses it by itself: the leader has not."""
 
-MAX_UNSENT_BYTES = 8 << 20
+MAX_UNSENT_BYTES: Final = 8 << 20
 """The bytes that may wait for a leader which stands still, before new requests are refused."""
 
 
@@ -55,16 +57,18 @@ class Held:
         "model",
         "owner",
         "peer",
+        "room",
         "uses_owner",
         "uses_peer",
     )
 
-    def __init__(self, model: str | None, owner: Any, peer: Any, lease: Lease | None) -> None:
-        self.model = model
+    def __init__(self, demand: Demand, owner: Any, peer: Any, lease: Lease | None) -> None:
+        self.model = demand.model
+        self.room = demand.room
         self.owner = owner
-        self.peer = peer
+        self.peer = peer  # the owner itself, where one place serves the attempt alone
         self.lease = lease
-        self.uses_owner = self.uses_peer = True
+        self.uses_owner, self.uses_peer = owner.is_owner, not peer.is_owner
         self.guard: messages.Errand | None = None
         self.ending: tuple[object, messages.Free | messages.Unbound] | None = None
         self.abandoned: messages.Abandon | None = None
@@ -73,6 +77,35 @@ class Held:
     @property
     def is_over(self) -> bool:
         return not (self.uses_owner or self.uses_peer) and (self.lease is None or self.lease.is_returned)
+
+    @property
+    def is_there(self) -> bool:
+        """Tells whether the present leader knows each place that the attempt still uses, or has pages at. One that it
+        needs no more may have left, or have another role."""
+        has_pages = self.lease is not None and not self.lease.is_returned
+        is_owner_there = self.owner.number != 0 or not (self.uses_owner or has_pages)
+        return is_owner_there and (self.peer.number != 0 or not self.uses_peer)
+
+
+class _Silence:
+    """A `_Silence` refuses a demand that the leader has not answered long after its time. Implements
+    `coarse_timer.Alarm`, because hardly any of them ever rings."""
+
+    __slots__ = ("_alarms", "_demand", "_give_up", "due_at")
+
+    def __init__(self, demand: Demand, left_s: float, give_up: Callable[[Demand], None]) -> None:
+        """Takes the seconds until the demand's deadline, and the function that refuses it."""
+        self._alarms = alarms_of(asyncio.get_running_loop())
+        self._demand = demand
+        self._give_up = give_up
+        self.due_at = self._alarms.loop.time() + max(0.0, left_s) + SILENCE_S
+        self._alarms.set(self)
+
+    def ring(self) -> None:
+        self._give_up(self._demand)
+
+    def cancel(self) -> None:
+        self._alarms.take_back(self)
 
 
 class FrontAdmission(Admission):
@@ -141,7 +174,7 @@ class FrontAdmission(Admission):
         if not has_leader:
             self._await_leader(demand, waiter)
         if demand.deadline < inf:
-            waiter.timers.append(loop.call_later(demand.deadline - now + SILENCE_S, self._give_up, demand))
+            waiter.timers.append(_Silence(demand, demand.deadline - now, self._give_up))
         return None
 
     def _ask(self, demand: Demand, now: float, *, is_again: bool) -> None:
@@ -161,6 +194,8 @@ class FrontAdmission(Admission):
                 hints.session,
                 hints.key,
                 demand.num_tokens,
+                _fields(demand.room),
+                demand.text_terms,
             )
         )
 
@@ -206,7 +241,16 @@ class FrontAdmission(Admission):
         """Takes note that somebody waits somewhere."""
         self._is_scarce = True
 
-    def granted(self, attempt: str, owner: Place, peer: Place, pages: int, is_scarce: bool = True) -> bool:
+    def granted(
+        self,
+        attempt: str,
+        owner: Place,
+        peer: Place,
+        pages: int,
+        is_scarce: bool = True,
+        lacked: str = "",
+        forecast: Forecast | None = None,
+    ) -> bool:
         """Takes a grant, and returns whether it is made use of. One that nobody waits for any more goes back at once.
         So does that of an owner which cannot serve the attempt, because the leader did not know that; then the attempt
         asks once more, with its age."""
@@ -223,11 +267,14 @@ class FrontAdmission(Admission):
             account = owner.account
             assert account is not None
             lease = account.issue(attempt, pages, self._clock())
-        self._held[attempt] = Held(demand.model, owner, peer, lease)
+        demand.lacks = lacked
+        self._held[attempt] = Held(demand, owner, peer, lease)
         waiter = self._waiters.pop(demand)
-        waiter.grant = Grant(demand, owner, peer, () if lease is None else (lease,))
-        for place in (owner, peer):
-            place.bound(attempt, demand.num_tokens)
+        grant = waiter.grant = Grant(demand, owner, peer, () if lease is None else (lease,), forecast)
+        for place in grant.places:
+            place.bound(attempt, demand.num_tokens if owner is peer or not place.is_writer else 0)
+            if place is grant.writer:
+                self.reside(place, attempt, demand.room)
         if lease is not None and wanted is not None:
             self.shrink(lease, wanted)  # more were granted where the leader did not know how many it takes
         waiter.wake()
@@ -289,7 +336,7 @@ class FrontAdmission(Admission):
         held.ending = None  # what was said of it before, this leader does not take for its own
         if lease is not None and lease.is_returned:
             lease = None
-        if held.owner.number == 0 or held.peer.number == 0:
+        if not held.is_there:
             # This leader has another fleet. It can do nothing about what lies there, and neither can this front.
             if lease is not None and abandoned is not None:
                 self._hand_over(lease)
@@ -307,6 +354,7 @@ class FrontAdmission(Admission):
                 0 if lease is None else lease.pages,
                 custody if abandoned is None else abandoned.custody,
                 held.guard,
+                _fields(held.room),
             )
         )
         if lease is not None and abandoned is not None:
@@ -362,9 +410,9 @@ class FrontAdmission(Admission):
             self._forget_if_over(lease.attempt, held)
 
     def shrink(self, lease: Lease, pages: int) -> None:
-        if pages < lease.pages:
+        if pages < lease.pages:  # as a rule it takes what was granted
             self._send_pages(messages.Shrink(lease.attempt, pages))
-        super().shrink(lease, pages)
+            super().shrink(lease, pages)
 
     def _send_pages(self, message: Any) -> None:
         """Tells of pages that are free: at once where somebody waits for pages."""
@@ -377,10 +425,8 @@ class FrontAdmission(Admission):
         custody = lease.custody
         super().abandon(lease, way)
         held = self._held.get(lease.attempt)
-        if self._is_known:
-            is_told = held is None or 0 not in (held.owner.number, held.peer.number)
-        else:
-            is_told = self._patience_s is not None  # then the next leader is
+        # While there is no leader, the next one will be told, where there may be one.
+        is_told = (held is None or held.is_there) if self._is_known else self._patience_s is not None
         if not is_told:
             self._hand_over(lease)  # nobody can do anything about what lies there
             return
@@ -395,7 +441,8 @@ class FrontAdmission(Admission):
         )
         if held is not None:
             held.abandoned, held.abandoned_at = message, self._clock()
-        self._send(message)
+        if self._is_known:  # else the next leader is told with the claim: before, it would know of no such attempt
+            self._send(message)
 
     def hurry(self, lease: Lease) -> None:
         held = self._held.get(lease.attempt)
@@ -406,23 +453,21 @@ class FrontAdmission(Admission):
     def unbound(self, attempt: str, *, is_owner: bool) -> None:
         """Takes note that the attempt has no use any more for one of its two places."""
         held = self._held.get(attempt)
-        frame, ending = self.line.frame, None if held is None else held.ending
+        if held is None:
+            self._send_soon(messages.Unbound(attempt, owner=is_owner, peer=not is_owner))
+            return
+        frame, ending = self.line.frame, held.ending
         if ending is not None and ending[0] == frame:  # what was said of its end has not been sent yet
             message = ending[1]
         else:
             message = messages.Unbound(attempt, owner=False, peer=False)
             self._send_soon(message)
-        if is_owner:
-            message.owner = True
-        else:
-            message.peer = True
-        if held is not None:
             held.ending = (frame, message)
-            if is_owner:
-                held.uses_owner = False
-            else:
-                held.uses_peer = False
-            self._forget_if_over(attempt, held)
+        if is_owner:
+            message.owner, held.uses_owner = True, False
+        else:
+            message.peer, held.uses_peer = True, False
+        self._forget_if_over(attempt, held)
 
     def part(self, attempt: str) -> None:
         """Has what is said of the attempt's end from now on come after what was said until now."""
@@ -457,6 +502,10 @@ class FrontAdmission(Admission):
 
 def no_leader() -> NotReady:
     return NotReady("the process that admits requests has gone; try again later", retry_after_s=RETRY_AFTER_S)
+
+
+def _fields(room: Room) -> messages.RoomFields:
+    return room.prompt, room.growth, None if room.most == inf else int(room.most), room.num
 
 
 def _errand(call: ReleaseCall) -> messages.Errand:

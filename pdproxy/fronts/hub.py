@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -22,6 +22,7 @@ from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import PROOFS, STEPS_TO, Custody, Evidence, Way
 from pdproxy.admission.grant import Grant
 from pdproxy.admission.line import Demand
+from pdproxy.admission.room import Room
 from pdproxy.engines.adapter import Call, ReleaseCall
 from pdproxy.engines.traits import EngineTraits
 from pdproxy.errors import NeverFits, NotReady, ProxyError, QueueFull, QueueTimeout
@@ -37,16 +38,24 @@ from transfer import wire
 
 log = logging.getLogger(__name__)
 
-_ORPHANED, _FILLING, _RETURNED = Custody.ORPHANED, Custody.FILLING, Custody.RETURNED
+_ORPHANED: Final = Custody.ORPHANED
+_FILLING: Final = Custody.FILLING
+_RETURNED: Final = Custody.RETURNED
+_NOBODY: Final[frozenset[str]] = frozenset()
 
 # An enum's class looks for a member by its value in Python.
-_CUSTODIES = {str(one): one for one in Custody}
-_EVIDENCES = {str(one): one for one in Evidence}
+_CUSTODIES: Final = {str(one): one for one in Custody}
+_EVIDENCES: Final = {str(one): one for one in Evidence}
 
-ERRORS: Mapping[str, type[ProxyError]] = {kind.__name__: kind for kind in (NotReady, QueueFull, QueueTimeout)}
+ERRORS: Final[Mapping[str, type[ProxyError]]] = {kind.__name__: kind for kind in (NotReady, QueueFull, QueueTimeout)}
 """The errors with which a demand is refused, by name. `NeverFits` has numbers of its own."""
 
 Send = Callable[[Any], None]
+
+
+def _room(fields: messages.RoomFields) -> Room:
+    prompt, growth, most, num = fields
+    return Room(prompt, growth, inf if most is None else most, num)
 
 
 def refusal(attempt: str, error: ProxyError) -> messages.Refused:
@@ -71,14 +80,23 @@ class FrontAttempt:
     pages whatever its front has done; how they become free, once it was abandoned.
     """
 
-    __slots__ = ("_on_settled", "_way", "bound", "demand", "expectation", "grant", "guard", "id")
+    __slots__ = (
+        "_on_settled",
+        "_way",
+        "demand",
+        "expectation",
+        "grant",
+        "guard",
+        "id",
+        "is_at_owner",
+        "is_at_peer",
+    )
 
     def __init__(self, demand: Demand, on_settled: Callable[[FrontAttempt], None]) -> None:
         self.id = demand.attempt
         self.demand = demand
         self.grant: Grant | None = None
-        self.bound: set[bool] = set()
-        """The places that the attempt is bound to: True stands for the owner, False for its peer."""
+        self.is_at_owner = self.is_at_peer = False
         self.guard: ReleaseCall | None = None
         self.expectation = None
         self._way: Way | None = None
@@ -105,7 +123,9 @@ class FrontAttempt:
     @property
     def is_over(self) -> bool:
         """Tells whether nothing is left that this attempt holds."""
-        return not self.bound and not (self.has_lease and not self.lease.is_returned)
+        if self.is_at_owner or self.is_at_peer:
+            return False
+        return self.grant is None or not self.grant.leases or self.lease.custody is _RETURNED
 
     def instance(self, role: str) -> Instance:
         """Returns the one of its two instances that plays this role."""
@@ -177,6 +197,7 @@ class Session:
             messages.Blame: self.blame,
             messages.Wanted: self.wanted,
             messages.Claim: self.claim,
+            messages.Written: self.written,
             messages.Proven: self.proven,
             messages.Heard: lambda message: hub.tell_signal(message.frame),
         }
@@ -223,7 +244,7 @@ class Session:
     def ask(self, message: messages.Ask) -> None:
         """Puts an attempt in line, or grants it its turn at once."""
         hub, now = self._hub, self._hub.admission.now()
-        sizes = dict(message.sizes)
+        sizes = message.sizes
         hints = NO_HINTS
         if message.session is not None or message.key is not None:
             hints = RoutingHints(session=message.session, key=message.key)
@@ -234,11 +255,13 @@ class Session:
             age=now - message.waited_s,
             deadline=inf if message.left_s is None else now + message.left_s,
             priority=message.priority,
-            avoid=frozenset(message.avoid),
+            avoid=frozenset(message.avoid) if message.avoid else _NOBODY,
             tied_until=-inf if message.tied_s is None else now + message.tied_s,
             is_again=message.is_again,
             hints=hints,
             num_tokens=message.num_tokens,
+            room=_room(message.room),
+            text_terms=message.text_terms,
         )
         attempt = self._attempts[message.attempt] = FrontAttempt(demand, self._settled)
         try:
@@ -247,7 +270,7 @@ class Session:
             self._answer(attempt, None, error)
             return
         if grant is not None:
-            self._answer(attempt, grant, None)
+            self._granted(attempt, grant)
         else:
             hub.sizes[demand] = sizes
             hub.pool.wanted.note(message.model)
@@ -255,24 +278,40 @@ class Session:
                 hub.tell_scarcity()
 
     def _answer(self, attempt: FrontAttempt, grant: Grant | None, error: ProxyError | None) -> None:
-        hub = self._hub
-        hub.sizes.pop(attempt.demand, None)
+        """Tells the front what has become of an attempt that has waited, or was refused at once."""
+        self._hub.sizes.pop(attempt.demand, None)
         if grant is None:
             assert error is not None
             del self._attempts[attempt.id]
             self._send(refusal(attempt.id, error))
-            return
+        else:
+            self._granted(attempt, grant)
+
+    def _granted(self, attempt: FrontAttempt, grant: Grant) -> None:
+        """Tells the front where an attempt goes."""
+        hub = self._hub
         attempt.grant = grant
-        attempt.bound = {True, False}
+        attempt.is_at_owner, attempt.is_at_peer = grant.owner.is_owner, not grant.peer.is_owner
         if not hub.may_grant():
             return  # this process stood still for long: another may lead by now, and knows nothing of this grant
         hub.tell_news()  # so that the front knows the two as the kernel did
-        pages = grant.leases[0].pages if grant.leases else 0
-        owner, peer, is_scarce = hub.place_of(grant.owner), hub.place_of(grant.peer), hub.admission.num_waiting > 0
-        prefiller = attempt.instance("prefill")
-        num_tokens = prefiller.hand_over(attempt.id)
-        _add(self._num_tokens, prefiller, num_tokens)
-        self._send(messages.Granted(attempt.id, owner, peer, pages, is_scarce, num_tokens))
+        owner: Instance = grant.owner
+        peer: Instance = grant.peer
+        prefiller = owner if owner.role == "prefill" else peer
+        if num_tokens := prefiller.hand_over(attempt.id):
+            _add(self._num_tokens, prefiller, num_tokens)
+        self._send(
+            messages.Granted(
+                attempt.id,
+                hub.place_of(owner),
+                hub.place_of(peer),
+                grant.leases[0].pages if grant.leases else 0,
+                hub.admission.num_waiting > 0,
+                num_tokens,
+                grant.demand.lacks,
+                grant.forecast,
+            )
+        )
 
     def cancel(self, message: messages.Cancel) -> None:
         """Takes an attempt out of the line. One that was granted meanwhile comes back from the front."""
@@ -295,6 +334,11 @@ class Session:
         """Takes in an attempt that another leader has granted, or of which this one has not heard because the session
         broke off. Pages of a session that has ended are this front's no longer: it was taken for gone in between."""
         owner, peer = self._hub.at(message.owner), self._hub.at(message.peer)
+        # One that the attempt needs no more may have left since, or have another role.
+        if owner is None and not (message.uses_owner or message.pages):
+            owner = peer
+        if peer is None and not message.uses_peer:
+            peer = owner
         if owner is None or peer is None:
             return
         demand = Demand(message.attempt, message.model, lambda shape: None, age=self._hub.admission.now(), deadline=inf)
@@ -303,7 +347,12 @@ class Session:
         for is_owner, place, is_used in ((True, owner, message.uses_owner), (False, peer, message.uses_peer)):
             if is_used:
                 place.bound(attempt.id, 0)
-                attempt.bound.add(is_owner)
+                if place is attempt.grant.writer:
+                    self._hub.admission.reside(place, attempt.id, _room(message.room))
+                if is_owner:
+                    attempt.is_at_owner = True
+                else:
+                    attempt.is_at_peer = True
         if not message.pages:
             self._forget_if_over(attempt)
         elif message.attempt in self._hub.taken:
@@ -317,7 +366,7 @@ class Session:
     def _claim_pages(self, attempt: FrontAttempt, message: messages.Claim) -> None:
         assert attempt.grant is not None
         owner: Instance = attempt.grant.owner
-        if owner.epoch != message.epoch:
+        if owner.is_another(owner.epoch, message.epoch):
             self._take(attempt)  # with that process the pages have gone
             return
         if message.guard is not None:
@@ -375,17 +424,15 @@ class Session:
     def free(self, message: messages.Free) -> None:
         """Frees an attempt's pages by what the front has seen."""
         attempt = self._attempts.get(message.attempt)
-        if self._is_early(message):
-            self.unbound(message)  # which does not depend on whose the pages are
-            return
         if attempt is None:
             return
-        if attempt.has_lease and not (lease := attempt.lease).is_returned:
+        # Whom an attempt has a use for does not depend on whose its pages are.
+        if not self._is_early(message) and attempt.has_lease and (lease := attempt.lease).custody is not _RETURNED:
             _advance(lease, _CUSTODIES[message.custody])
             evidence = _EVIDENCES[message.evidence]
-            if evidence in PROOFS[lease.custody] or lease.custody is not _ORPHANED:
+            if lease.custody is not _ORPHANED or evidence in PROOFS[_ORPHANED]:
                 self._hub.admission.free(lease, evidence)
-        self.unbound(message)
+        self._unbind(attempt, message.owner, message.peer)
 
     def abandon(self, message: messages.Abandon) -> None:
         """Hands an attempt's pages to the reaper."""
@@ -428,24 +475,33 @@ class Session:
             self._send(messages.Settled(attempt.id, evidence))
             self._forget_if_over(attempt)
 
-    def unbound(self, message: messages.Unbound | messages.Free) -> None:
+    def unbound(self, message: messages.Unbound) -> None:
         """Notes for which of its places an attempt has no use any more."""
         attempt = self._attempts.get(message.attempt)
-        if attempt is None:
-            return
-        for is_owner in attempt.bound & {is_owner for is_owner in (True, False) if _lets_go(message, is_owner)}:
-            self._unbind(attempt, is_owner)
-        self._forget_if_over(attempt)
+        if attempt is not None:
+            self._unbind(attempt, message.owner, message.peer)
 
-    def _unbind(self, attempt: FrontAttempt, is_owner: bool) -> None:
-        assert attempt.grant is not None
-        attempt.bound.discard(is_owner)
-        place = attempt.grant.owner if is_owner else attempt.grant.peer
-        place.unbound(attempt.id)
+    def _unbind(self, attempt: FrontAttempt, owner: bool, peer: bool) -> None:
+        """Lets go of the owner of an attempt's pages, its peer or both, where the attempt is bound to them."""
+        grant = attempt.grant
+        if grant is not None:
+            if owner and attempt.is_at_owner:
+                attempt.is_at_owner = False
+                grant.owner.unbound(attempt.id)
+            if peer and attempt.is_at_peer:
+                attempt.is_at_peer = False
+                grant.peer.unbound(attempt.id)
+        self._forget_if_over(attempt)
 
     def _forget_if_over(self, attempt: FrontAttempt) -> None:
         if attempt.is_over and attempt.id not in self._early:
             self._attempts.pop(attempt.id, None)
+
+    def written(self, message: messages.Written) -> None:
+        """Notes how long answers are by now."""
+        instance = self._hub.at(message.place)
+        if instance is not None:
+            instance.residency.told(message.num_tokens)
 
     # ── legs ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -456,9 +512,11 @@ class Session:
             if num_legs:
                 instance.loaded(num_legs, 0)
                 _add(self._num_legs, instance, num_legs)
-            if message.num_tokens:
-                instance.loaded(0, message.num_tokens)
+            if message.num_tokens or message.num_read:
+                instance.loaded(0, message.num_tokens, message.num_read)
                 _add(self._num_tokens, instance, message.num_tokens)
+            if message.num_handed:
+                instance.handed_over(message.num_handed, message.handed_s)
             if message.num_ok:
                 instance.breaker.succeeded(message.era, message.num_ok)
 
@@ -494,7 +552,7 @@ class Session:
     def proven(self, message: messages.Proven) -> None:
         """Notes that another leader has proven an instance."""
         if (instance := self._hub.at(message.place)) is not None:
-            instance.proven_before(message.epoch)
+            instance.proven_before(message.epoch, is_alone=message.is_alone)
 
     def wanted(self, message: messages.Wanted) -> None:
         """Notes that a request found too few instances of a model."""
@@ -527,8 +585,7 @@ class Session:
                 self._hub.taken[attempt.id] = None
             if attempt.has_lease and attempt.lease.custody not in (_ORPHANED, _RETURNED):
                 self._abandon(attempt, _FILLING, _last_way(attempt))
-            for is_owner in list(attempt.bound):
-                self._unbind(attempt, is_owner)
+            self._unbind(attempt, True, True)
         # Last, because one of them that left the line may have let another one go, whose tokens were counted.
         for instance, num_legs in self._num_legs.items():
             instance.loaded(-num_legs, 0)
@@ -699,8 +756,10 @@ class Hub:
             instance.is_suspected,
             era,
             breaker,
+            instance.is_expected,
+            instance.is_proven_alone,
         )
-        health, why, is_up, is_draining, is_doubted, is_suspected, _, _ = judged
+        health, why, is_up, is_draining, is_doubted, is_suspected, _, _, is_expected, is_proven_alone = judged
         state = messages.State(
             place,
             health,
@@ -714,6 +773,8 @@ class Hub:
             opened_s,
             num_probes,
             probes_s,
+            is_expected,
+            is_proven_alone,
         )
         return state, (*judged, num_probes)
 
@@ -723,10 +784,6 @@ def _pages(sizes: Mapping[int, int | None], numbers: Mapping[Any, int], shape: S
     be taken as a whole, until the front has told more."""
     number = numbers.get(shape, 0)
     return sizes[number] if number in sizes else max(1, shape.facts.num_pages)
-
-
-def _lets_go(message: messages.Unbound | messages.Free, is_owner: bool) -> bool:
-    return message.owner if is_owner else message.peer
 
 
 def _add(sums: dict[Instance, int], instance: Instance, number: int) -> None:

@@ -14,10 +14,14 @@ import msgspec
 from pdproxy.engines.info import EngineInfo
 from pdproxy.telemetry.figures import Figures
 
-PROTOCOL = 2
+PROTOCOL = 4
 """The number of this set of messages. Both ends must have the same."""
 LAST = 1 << 62
 """The number of a front's last report, which nobody has asked for: all that it did is over."""
+
+
+RoomFields = tuple[int, int, int | None, int]
+"""The fields of `admission.room.Room`; None stands for an answer of any length."""
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -55,6 +59,9 @@ class Ask(_Message, tag=1):
     """The beginning of its prompt, in the form that routing goes by; None where routing does not."""
     num_tokens: int = 0
     """The tokens of its prompt, which the leader counts as queued at the prefiller when it grants."""
+    room: RoomFields = (0, 0, None, 1)
+    text_terms: tuple[tuple[str, str], ...] | None = None
+    """The terms of the revision that has begun its answer; None where there is none yet."""
 
 
 class Cancel(_Message, tag=2):
@@ -132,14 +139,17 @@ class Hurry(_Message, tag=9):
 
 class Load(_Message, tag=13):
     """Sums up what has changed at a place: legs that were sent, and those of them or of earlier ones that ended well;
-    prompt tokens that wait for their prefill, fewer where the number is negative. All legs were sent in the breaker's
-    era `era`, while it was closed."""
+    prompt tokens that wait for their prefill, fewer where the number is negative, and those that were read; handoffs to
+    a decoder, and their seconds together. All legs were sent in the breaker's era `era`, while it was closed."""
 
     place: int
     era: int
     num_sent: int
     num_ok: int
     num_tokens: int
+    num_read: int = 0
+    num_handed: int = 0
+    handed_s: float = 0.0
 
 
 class Trial(_Message, tag=11):
@@ -205,6 +215,14 @@ class Claim(_Message, tag=18):
     pages: int
     custody: str
     guard: Errand | None
+    room: RoomFields = (0, 0, None, 1)
+
+
+class Written(_Message, tag=22):
+    """The tokens that were seen so far of answers which are written at a place, by attempt."""
+
+    place: int
+    num_tokens: dict[str, int]
 
 
 class Heard(_Message, tag=20):
@@ -214,10 +232,12 @@ class Heard(_Message, tag=20):
 
 
 class Proven(_Message, tag=21):
-    """A leader before this one has seen a request go through the process `epoch` at a place."""
+    """A leader before this one has seen a request go through the process `epoch` at a place; where `is_alone`, only
+    such that it answered without a counterpart."""
 
     place: int
     epoch: str
+    is_alone: bool = False
 
 
 class Serving(_Message, tag=19):
@@ -286,6 +306,10 @@ class State(_Message, tag=35):
     """The seconds since the breaker opened."""
     num_probes: int
     probes_s: float
+    is_expected: bool = False
+    """True where it is not known yet whether it becomes ready in a moment."""
+    is_proven_alone: bool = False
+    """True where no request has shown yet that its KV arrives elsewhere."""
 
 
 class Left(_Message, tag=36):
@@ -305,6 +329,10 @@ class Granted(_Message, tag=37):
     """Says that others wait, so that pages should come back at once."""
     num_tokens: int = 0
     """The prompt tokens that the leader has counted for it. From here on the front tells what becomes of them."""
+    lacked: str = ""
+    """The thing that it waited for, as `Demand.lacks` has it; empty where it did not wait."""
+    forecast: tuple[float, bool] | None = None
+    """The fields of an `admission.grant.Forecast`; None where there is none."""
 
 
 class Scarce(_Message, tag=48):
@@ -380,6 +408,7 @@ FromFront = (
     | Blame
     | Wanted
     | Claim
+    | Written
     | Heard
     | Proven
     | Report

@@ -8,9 +8,10 @@ would be seen as attempts at an instance that is down, or as a breaker that does
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from pdproxy.admission.custody import Evidence
+from pdproxy.admission.grant import Forecast
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.engines.info import EngineInfo
 from pdproxy.fleet.breaker import BreakerState
@@ -25,10 +26,10 @@ from pdproxy.fronts.front_admission import FrontAdmission, no_leader
 from pdproxy.fronts.hub import refused_by
 from pdproxy.tokens.bounds import ChatFrame
 
-_CLOSED = BreakerState.CLOSED
-_NO_ERA = -1
+_CLOSED: Final = BreakerState.CLOSED
+_NO_ERA: Final = -1
 """An era in which no breaker ever is."""
-_ERAS = 1 << 32
+_ERAS: Final = 1 << 32
 """More eras than a breaker sees."""
 
 MakeMirrored = Callable[[InstanceSettings, int], "MirroredInstance"]
@@ -65,16 +66,21 @@ class MirroredInstance(Instance):
         self.number = 0
         self._first_era += _ERAS
         self._told = None
+        self.residency.begin_anew()
         self._is_former = self.is_ready
 
     def told_facts(self, facts: EngineInfo, shape: Shape) -> None:
         """Takes what the process there has said of itself. Another process than before proves that the one before has
         ended, with all that it held."""
-        is_new, serves_others = self.epoch != facts.epoch, self.models != facts.models
+        is_new, serves_others = self.is_another(facts.epoch, self.epoch), self.models != facts.models
         self._is_former = self._is_former and not is_new
         if is_new and self.epoch is not None:
             self._on_ended(self.epoch, f"{self.name}: it was restarted")
             self.exchanges.forget()
+        elif (
+            not is_new and facts.epoch != self.epoch
+        ):  # this leader tells the same process by another mark than the one before
+            self.incarnation = facts.epoch
         self.facts = facts
         self.admission.serve(self, facts.models)
         assert facts.epoch is not None
@@ -85,7 +91,10 @@ class MirroredInstance(Instance):
             capacity=facts.num_pages if self.is_owner else 0,
             occupied=None,
             asked_at=float("-inf"),
+            revision=self.revision_of(facts),
         )
+        if written := self.residency.news():
+            self._send(messages.Written(self.number, written))
         if is_new:
             self._front.forget_ended()
         if serves_others:
@@ -102,7 +111,10 @@ class MirroredInstance(Instance):
         if not self._is_former:  # else this leader does not know yet what the one before knew
             self.why = state.why
             self.health = health
+            self.is_proven_alone = state.is_proven_alone
         self._changed()
+        if not self.is_ready and self.is_expected is not state.is_expected:
+            self.admission.close(self, is_expected=state.is_expected)
         if self.health is Health.DOWN:
             for reliance in list(self.reliances):
                 reliance.doubt()
@@ -166,7 +178,7 @@ class MirroredInstance(Instance):
         """Tells a leader that knows nothing of it what is under way here, and that the instance is well as far as is
         known."""
         if self.is_ready and self.epoch is not None:
-            self._send(messages.Proven(self.number, self.epoch))
+            self._send(messages.Proven(self.number, self.epoch, self.is_proven_alone))
         self._told = None
         self._first_era += _ERAS
         if self.num_legs or self.queued_tokens:
@@ -177,10 +189,17 @@ class MirroredInstance(Instance):
         for reliance in list(self.reliances):
             reliance.cut(error)
 
-    def queue(self, num_tokens: int) -> None:
+    def queue(self, num_tokens: int, num_read: int = 0) -> None:
         self.queued_tokens += num_tokens
         if num_tokens:
-            self._load().num_tokens += num_tokens
+            load = self._load()
+            load.num_tokens += num_tokens
+            load.num_read += num_read
+
+    def handed_over(self, num: int, seconds: float) -> None:
+        load = self._load()
+        load.num_handed += num
+        load.handed_s += seconds
 
     def look_soon(self) -> None:
         self._send(messages.Suspect(self.number, self.epoch, None, False))
@@ -315,5 +334,8 @@ class Mirror:
     def granted(self, message: messages.Granted) -> None:
         """Takes a grant."""
         owner, peer = self._places[message.owner], self._places[message.peer]
-        if not self._admission.granted(message.attempt, owner, peer, message.pages, message.is_scarce):
+        forecast = None if message.forecast is None else Forecast(*message.forecast)
+        if not self._admission.granted(
+            message.attempt, owner, peer, message.pages, message.is_scarce, message.lacked, forecast
+        ):
             (owner if owner.role == "prefill" else peer).decline(message.num_tokens)

@@ -29,7 +29,7 @@ from pdproxy.assemble import Signals, assemble
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
 from pdproxy.coordination.election import Election
-from pdproxy.coordination.factory import open_store
+from pdproxy.coordination.factory import open_store, server_of
 from pdproxy.coordination.store import Leader, Member, Store
 from pdproxy.discovery.factory import make_discovery
 from pdproxy.errors import ConfigError, StoreUnavailable
@@ -475,7 +475,7 @@ def _hold_place(settings: Settings) -> socket.socket:
 
 def _own_address(coordinator: str) -> str:
     """Returns the address that this machine has towards the store. Nothing is sent. Raises `ConfigError`."""
-    url = urlsplit(coordinator.partition(",")[0])
+    url = urlsplit(server_of(coordinator))
     if not url.hostname:
         return LOOPBACK  # a Unix socket
     try:
@@ -485,5 +485,6 @@ def _own_address(coordinator: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(
-            f"coordinator: {url.hostname} has no address: {error.strerror}; or give replica_host"
+            f"coordinator: {url.hostname} has no address that this machine reaches: {error.strerror}; correct the "
+            "host, or give replica_host, for which it is not looked up at the start"
         ) from None

@@ -12,6 +12,7 @@ from pdproxy.config.settings import Settings, load
 from pdproxy.errors import ConfigError
 from pdproxy.inspection.findings import Report
 from pdproxy.inspection.fleet_check import FleetCheck
+from pdproxy.inspection.found_fleet import find_fleet
 from pdproxy.inspection.running_proxy import ProxyStatus, RunningProxy, fleet_of, read_page
 from pdproxy.telemetry import log
 from transfer.command_line.commands import did_you_mean
@@ -59,7 +60,8 @@ def _load(arguments: Sequence[str], own_flags: Sequence[str]) -> Settings:
 async def _checked(settings: Settings, *, url: str | None, max_pairs: int, limit_s: float, key: str | None) -> Report:
     if url is None:
         report = Report(str(settings.config) if settings.config is not None else "configuration")
-        checking = FleetCheck(settings, report, max_pairs=max_pairs, limit_s=limit_s)
+        fleet = await find_fleet(settings, report)
+        checking = FleetCheck(settings, report, fleet=fleet, max_pairs=max_pairs, limit_s=limit_s)
     else:
         report = Report(url)
         async with RunningProxy(url, key=key) as proxy:

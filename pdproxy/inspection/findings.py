@@ -22,6 +22,7 @@ Problem = Literal[
     "misfit",
     "model",
     "no_handoff",
+    "not_found",
     "not_tried",
     "pages_left",
     "proxy",

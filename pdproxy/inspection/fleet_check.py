@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import ssl
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 import anyio
 
 from pdproxy.assemble import MakeClient, Proxy, assemble
-from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.instances import InstanceSettings, ends_in_v1
 from pdproxy.config.settings import Settings
 from pdproxy.engines.adapter import MalformedReply
 from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, LocalFault
@@ -43,9 +42,11 @@ from pdproxy.fleet.instance import Health, Instance, UnlikeConfigured
 from pdproxy.fleet.probe import KeyRefused, UnlikeItsKind
 from pdproxy.fleet.tokenizer_check import sample_ids
 from pdproxy.inspection.findings import InstanceResult, PairResult, Problem, Report
+from pdproxy.inspection.noted import warnings_noted
 from pdproxy.inspection.pairs import choose_pairs
 from pdproxy.orchestrator.leg import KvNotTaken, LegTimedOut, ReceiverNotReached
 from transfer.logs import printable
+from transfer.trust import NOT_SIGNED
 
 ASKED_AT_ONCE = 32
 """The most instances that are asked at the same time."""
@@ -214,6 +215,8 @@ class FleetCheck:
             with anyio.fail_after(2 * self._settings.probe_timeout_s):
                 kind = await self.proxy.probe.other_kind(instance)
         advice = "correct `engine` of its table (or --engine)" if kind else "see its own log; it may be still starting"
+        if ends_in_v1(instance.url):
+            advice = "leave out /v1 at the end of `url`: the proxy adds it itself, and /health is not below it"
         why = f"{said}: {printable(kind, MAX_SAID_BYTES)}" if kind else said
         self._report.add("unlike_its_kind", (instance.name,), why, advice)
 
@@ -308,10 +311,11 @@ class FleetCheck:
                 advice = f"see what is wrong with the {other_role}s; both sides must name their model alike"
                 self._report.add("model", (instance.name,), why, advice)
             elif misfits:
+                fits_some = len(misfits) < len(of_model)
                 advice = "give both the same model, KV dtype, and tokens per page or block"
-                self._report.add(
-                    "misfit", (instance.name,), misfits[0], advice, is_warning=len(misfits) < len(of_model)
-                )
+                if fits_some:
+                    advice = f"nothing, while the fleet is upgraded: it serves with those that it fits; else {advice}"
+                self._report.add("misfit", (instance.name,), misfits[0], advice, is_warning=fits_some)
 
     def _without_signals(self, pairs: list[tuple[Instance, Instance]]) -> list[tuple[Instance, Instance]]:
         """Returns the pairs that can be tried beside a running proxy. LMCache tells the address in its own
@@ -325,7 +329,7 @@ class FleetCheck:
 
     async def _try(self, prefiller: Instance, decoder: Instance) -> None:
         """Sends one small request through the pair, and notes what became of it."""
-        names = (prefiller.name, decoder.name)
+        names: tuple[str, ...] = (prefiller.name, decoder.name)
         if Health.DOWN in (prefiller.health, decoder.health):
             gone = prefiller if prefiller.health is Health.DOWN else decoder
             why = f"it went down while it was checked: {gone.why}"
@@ -339,12 +343,14 @@ class FleetCheck:
         except (ProxyError, EngineReply, TimeoutError) as failure:
             error = failure
         seconds = time.monotonic() - started
-        self._report.pairs.append(PairResult(*names, error is None, round(seconds, 4)))
+        self._report.pairs.append(PairResult(prefiller.name, decoder.name, error is None, round(seconds, 4)))
         for one in (prefiller, decoder):
             self._results[one].num_pairs += 1
             self._results[one].num_good_pairs += error is None
         if error is not None:
             problem, why, advice = self._explain(prefiller, decoder, error)
+            if problem == "key" and not isinstance(error, EngineReply):  # the decoder's, whoever its prefiller is
+                names = (decoder.name,)
             self._report.add(problem, names, printable(why, 2 * MAX_SAID_BYTES), advice)
         elif seconds > SLOW_SHARE * limit_s:
             why = f"a request for two tokens took {seconds:.1f} s"
@@ -367,6 +373,17 @@ class FleetCheck:
             return "busy", why, "check again when there is less load"
         if isinstance(error, LegTimedOut):
             return "silent", why, f"see the log of {error.instance}: it answers looks and serves no requests"
+        if NOT_SIGNED in why:
+            why = f"{decoder.name} takes only attempts that are signed with the fleet's attempt key"
+            if (self._settings.attempt_key or self._settings.attempt_key_file) is None:
+                why += ", and this check has none"
+            else:
+                why += ", and this check has another one"
+            return (
+                "key",
+                why,
+                "give the fleet's key with --attempt-key-file (or PDPROXY_ATTEMPT_KEY), as the proxy has it",
+            )
         if isinstance(error, (*_KV_LOST, DeadlineExceeded)):
             return "kv_lost", why, self._kv_advice(prefiller, decoder)
         if isinstance(error, EngineReply):
@@ -394,8 +411,6 @@ class FleetCheck:
             advice += (
                 f", and {decoder.name} this machine at {self.proxy.signal_address()} (--notify-host, --proxy-host)"
             )
-        if adapter.name == "builtin":
-            advice += "; a fleet with an attempt key needs --attempt-key-file"
         return advice
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -441,25 +456,10 @@ def _is_of_tls(error: BaseException | None) -> bool:
     return False
 
 
-class _Noted(logging.Handler):
-    """_Noted keeps the warnings that are logged, in words."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 @contextlib.contextmanager
 def _warnings_noted(report: Report) -> Iterator[None]:
     """Adds to the report what is logged as a warning meanwhile: mistakes in the configuration that a proxy survives."""
-    logger, noted = logging.getLogger("pdproxy"), _Noted()
-    logger.addHandler(noted)
-    try:
+    with warnings_noted() as noted:
         yield
-    finally:
-        logger.removeHandler(noted)
-        for said in noted.said:
-            report.add("configuration", (), said, "correct the option that it names", is_warning=True)
+    for said in noted:
+        report.add("configuration", (), said, "correct the option that it names", is_warning=True)

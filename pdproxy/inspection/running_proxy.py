@@ -37,6 +37,7 @@ class InstanceStatus(msgspec.Struct):
     url: str
     engine: Engine
     state: str
+    data_parallel_rank: int | None = None
     why: str = ""
     draining: bool = False
     leaving: bool = False
@@ -191,7 +192,13 @@ def fleet_of(status: ProxyStatus, known: tuple[InstanceSettings, ...]) -> tuple[
         if one.leaving:
             continue
         try:
-            fresh = InstanceSettings(name=one.name, role=one.role, url=one.url, engine=one.engine)
+            fresh = InstanceSettings(
+                name=one.name,
+                role=one.role,
+                url=one.url,
+                engine=one.engine,
+                data_parallel_rank=one.data_parallel_rank,
+            )
         except ValueError as error:
             raise ConfigError(f"the proxy tells of an instance that cannot be: {error}") from None
         fleet.append(told.get((one.name, one.url.rstrip("/")), fresh))

@@ -32,7 +32,8 @@ def plan_file(
     none. Raises `PreflightError`."""
     try:
         settings = config.load(["--config", str(path), *proxy_args])
-        local = [one for one in settings.fleet() if one.launch is not None]
+        settings.fleet()  # which looks whether they fit together
+        local = [one for one in settings.instances if one.launch is not None]
         maker = FileEngines(settings, local, run, python, machine)
         engines = tuple(maker.plan(one) for one in local)
         options = maker.proxy_options()

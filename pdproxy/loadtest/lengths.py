@@ -77,6 +77,25 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixed:
+    """Mixed draws one length, `usual`, but for a `share` of the draws, which have the `other`."""
+
+    usual: int
+    other: int
+    share: float
+
+    def __post_init__(self) -> None:
+        _check(self.usual >= 1 and self.other >= 1, f"{self}: a length is at least 1")
+        _check(0.0 <= self.share <= 1.0, f"{self}: the share of the other length is from 0 to 1")
+
+    def draw(self, dice: random.Random) -> int:
+        return self.other if dice.random() < self.share else self.usual
+
+    def __str__(self) -> str:
+        return f"mixed:{self.usual},{self.other},{self.share:g}"
+
+
+@dataclass(frozen=True, slots=True)
 class Independent:
     """Independent draws prompt and answer each from its own distribution. It implements `Sizes`."""
 
@@ -107,8 +126,8 @@ class Drawn:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Returns the distribution that ``512``, ``fixed:512``, ``uniform:16,900`` or ``lognormal:MEDIAN,SIGMA[,MOST]``
-    names. Raises `WorkloadError`."""
+    """Returns the distribution that ``512``, ``fixed:512``, ``uniform:16,900``, ``lognormal:MEDIAN,SIGMA[,MOST]`` or
+    ``mixed:USUAL,OTHER,SHARE`` names. Raises `WorkloadError`."""
     name, colon, numbers = text.strip().partition(":")
     make = _MAKERS.get(name if colon else "fixed")
     try:
@@ -118,7 +137,8 @@ def parse_lengths(text: str) -> Lengths:
         return make(*values)
     except (ValueError, OverflowError, TypeError):
         raise WorkloadError(
-            f"{text!r} is no distribution of lengths: give 512, uniform:16,900 or lognormal:512,0.8[,4096]"
+            f"{text!r} is no distribution of lengths: give 512, uniform:16,900, lognormal:512,0.8[,4096] or "
+            "mixed:100,100000,0.02"
         ) from None
 
 
@@ -134,9 +154,18 @@ def _lognormal(median: float, sigma: float, most: float = 1 << 20) -> Lengths:
     return LogNormal(median, sigma, int(most))
 
 
+def _mixed(usual: float, other: float, share: float) -> Lengths:
+    return Mixed(int(usual), int(other), share)
+
+
 def _check(is_right: bool, complaint: str) -> None:
     if not is_right:
         raise WorkloadError(complaint)
 
 
-_MAKERS: dict[str, Callable[..., Lengths]] = {"fixed": _fixed, "uniform": _uniform, "lognormal": _lognormal}
+_MAKERS: dict[str, Callable[..., Lengths]] = {
+    "fixed": _fixed,
+    "uniform": _uniform,
+    "lognormal": _lognormal,
+    "mixed": _mixed,
+}

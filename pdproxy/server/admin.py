@@ -10,9 +10,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
 from pdproxy.config.instances import InstanceSettings, is_link_local, is_place
+from pdproxy.config.values import Role
 from pdproxy.errors import AdminOff, BodyTooLarge, InvalidRequest
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool
+from pdproxy.fleet.role_changes import RoleChanges
 from pdproxy.server.api_keys import ApiKeys
 
 MAX_BODY_BYTES = 64 * 1024
@@ -23,7 +25,16 @@ _TRUE = frozenset({"", "1", "true", "yes"})
 _FALSE = frozenset({"0", "false", "no"})
 
 
-def admin_router(pool: Pool, membership: Membership, keys: ApiKeys, *, allow_link_local: bool) -> APIRouter:
+class _WantedRole(msgspec.Struct, forbid_unknown_fields=True):
+    role: Role
+
+
+_wanted_role = msgspec.json.Decoder(_WantedRole)
+
+
+def admin_router(
+    pool: Pool, membership: Membership, roles: RoleChanges, keys: ApiKeys, *, allow_link_local: bool
+) -> APIRouter:
     """Returns the routes under ``/admin/instances``. With `keys` that are open to everybody, each is answered 403.
 
     Unless `allow_link_local`, no instance is added at a link-local address, nor at that of a cloud's metadata service.
@@ -59,6 +70,12 @@ def admin_router(pool: Pool, membership: Membership, keys: ApiKeys, *, allow_lin
         check(request)
         return _json(membership.resume(name).status())
 
+    @router.post(PATH + "/{name:path}/role")
+    async def change_role(request: Request, name: str) -> Response:
+        check(request)
+        wanted = _role(await _body(request))
+        return _json(roles.change(name, wanted, force=_is_forced(request)).status(), 202)
+
     @router.delete(PATH + "/{name:path}")
     async def remove_instance(request: Request, name: str) -> Response:
         check(request)
@@ -88,9 +105,24 @@ def _settings(body: bytes) -> InstanceSettings:
         known = ", ".join(InstanceSettings.model_fields)
         what = f"there is no such field; there are {known}" if wrong["type"] == "extra_forbidden" else wrong["msg"]
         raise InvalidRequest(f"{field or 'the body'}: {what}", param=field) from None
+    if len(settings.ranks()) > 1:
+        raise InvalidRequest(
+            "data_parallel_size: each rank is an instance of its own; add one at a time, and name its "
+            "data_parallel_rank",
+            param="data_parallel_size",
+        )
     if settings.launch is not None:
         raise InvalidRequest("launch: the proxy starts no engines; pdproxy up does, those in its file", param="launch")
     return settings
+
+
+def _role(body: bytes) -> Role:
+    """Returns the role that `body` asks for. Raises `InvalidRequest`."""
+    try:
+        return _wanted_role.decode(body).role
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        message = f'role: the body must be {{"role": "prefill"}} or {{"role": "decode"}}: {error}'
+        raise InvalidRequest(message, param="role") from None
 
 
 async def _check_addresses(settings: InstanceSettings) -> None:
@@ -98,7 +130,13 @@ async def _check_addresses(settings: InstanceSettings) -> None:
     be resolved is let pass: its instance stays down for now."""
     if not is_place(settings.url):
         return  # which is said when it is added
-    for field, host in (("url", urlsplit(settings.url).hostname), ("receiver_host", settings.receiver_host)):
+    hosts = {
+        "url": urlsplit(settings.url).hostname,
+        "receiver_host": settings.receiver_host,
+        "kv_events": urlsplit(settings.kv_events).hostname if settings.kv_events else None,
+        "kv_events_replay": urlsplit(settings.kv_events_replay).hostname if settings.kv_events_replay else None,
+    }
+    for field, host in hosts.items():
         if host is not None and any(map(is_link_local, (host, *await _addresses(host)))):
             raise InvalidRequest(
                 f"{field}: {host} is a link-local address or one of a metadata service; start the proxy with "

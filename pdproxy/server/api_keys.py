@@ -4,7 +4,6 @@ runs."""
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import os
 import re
@@ -26,15 +25,16 @@ LOOK_EVERY_S = 1.0
 
 
 _NAMED = re.compile(r"(\S+)\s+name=(.*)")
+_MORE = re.compile(r"[\s,#]")
+"""The characters of lines that are meant as more than a key: several keys, a comment, or a name without name=."""
 _NAME = re.compile(r"[A-Za-z0-9._@:/+-]{1,64}")
 _RATE = re.compile(r"[1-9][0-9]{0,14}")
 
 
 class _Key(NamedTuple):
-    """A key that counts: its digest, and the name by which the log tells of it, if it has one, with the limits that
-    its line gives to that name."""
+    """A _Key is what is known of a key that counts: the name by which the log tells of it, if it has one, with the
+    limits that its line gives to that name."""
 
-    digest: bytes
     name: str | None = None
     rates: Rates = Rates()
 
@@ -44,7 +44,8 @@ class ApiKeys:
 
     Without any key and without a file, everybody may ask. With a file that has become empty, and no key from elsewhere,
     nobody may. A file that cannot be read any more, or that others can write to, is told of in the log, and the keys it
-    last had go on counting. Raises `ConfigError` where the file is such, or has no keys, at the start.
+    last had go on counting. Raises `ConfigError` where the file is such, or has no keys, at the start. Both name the
+    file's `option`.
 
     This process enforces one of `num_parts` equal parts of the limits that the file gives to names. With `names_all`
     each request has an owner, though nobody may have to show a key.
@@ -58,16 +59,18 @@ class ApiKeys:
         num_parts: int = 1,
         names_all: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        option: str = "api_keys_file",
     ) -> None:
-        self._fixed = [_Key(_digest(key.encode())) for key in keys]
+        self._option = option
+        self._fixed = {digest: _Key() for digest in map(_digest, (key.encode() for key in keys))}
         self._file = file
         self._clock = clock
         self._num_parts = num_parts
         self._nobody = KeyOwner(None, clock=clock) if names_all else None
-        # State: the file's keys, which version of it they are from, and when it is looked at next; who has the keys of
-        # each name, with what is left of its limits. A name that has gone from the file keeps its owner, for requests
-        # under way.
-        self._from_file: list[_Key] = []
+        # State: the file's keys by their digests, which version of it they are from, and when it is looked at next; who
+        # has the keys of each name, with what is left of its limits. A name that has gone from the file keeps its
+        # owner, for requests under way.
+        self._from_file: dict[bytes, _Key] = {}
         self._owners: dict[str, KeyOwner] = {}
         self._version: tuple[int, ...] | None = None
         self._look_at = clock() + LOOK_EVERY_S
@@ -106,16 +109,17 @@ class ApiKeys:
         shown += [headers["x-api-key"].strip()] if "x-api-key" in headers else []
         if not shown:
             raise Unauthorized("this proxy asks for an API key: send Authorization: Bearer KEY, or x-api-key: KEY")
-        found = [known for key in shown for known in self._matching(key)]
-        if not found:
-            raise Unauthorized("this API key is not one of the proxy's")
-        return found[0].name
+        for key in shown:
+            known = self._find(key)
+            if known is not None:
+                return known.name
+        raise Unauthorized("this API key is not one of the proxy's")
 
-    def _matching(self, key: str) -> list[_Key]:
-        """Returns the keys that `key` is. Every key is compared, and in constant time, so that the time tells
-        nothing."""
+    def _find(self, key: str) -> _Key | None:
+        """Returns what is known of `key`; None where it is no key. It is looked up by its digest, of which nobody can
+        choose a part: the time that this takes tells nothing of the keys there are."""
         shown = _digest(key.encode("latin-1"))  # as headers are decoded
-        return [known for known in (*self._fixed, *self._from_file) if hmac.compare_digest(shown, known.digest)]
+        return self._fixed.get(shown) or self._from_file.get(shown)
 
     def _look(self) -> None:
         """Reads the file again if it has changed since the last look."""
@@ -126,22 +130,23 @@ class ApiKeys:
         try:
             version = _version(self._file)
             if version != self._version:
-                self._take_in(_read(self._file))
-                log.info("api_keys_file: %s was read again: %d keys", self._file, len(self._from_file))
+                self._take_in(_read(self._file, self._option))
+                log.info("%s: %s was read again: %d keys", self._option, self._file, len(self._from_file))
         except (OSError, UnicodeDecodeError, TransferError) as error:
             version = ()
             if version != self._version:
-                log.warning("api_keys_file: %s cannot be used, its last keys go on counting: %s", self._file, error)
+                text = "%s: %s cannot be used, its last keys go on counting: %s"
+                log.warning(text, self._option, self._file, error)
         self._version = version
 
-    def _take_in(self, keys: list[_Key]) -> None:
+    def _take_in(self, keys: Sequence[tuple[bytes, _Key]]) -> None:
         """Takes the file's keys, and the limits of their names. Raises `TransferError`, and changes nothing, where the
         lines of one name differ."""
         rates: dict[str, Rates] = {}
-        for key in keys:
+        for _, key in keys:
             if key.name is not None:
                 rates[key.name] = _joined(key.name, rates.get(key.name, Rates()), key.rates)
-        self._from_file = keys
+        self._from_file = dict(reversed(keys))  # of several lines with the same key, the first counts
         for name, limits in rates.items():
             if name in self._owners:
                 self._owners[name].limit(limits)
@@ -151,15 +156,15 @@ class ApiKeys:
     def _read_first(self, file: Path) -> None:
         try:
             self._version = _version(file)
-            self._take_in(_read(file))
+            self._take_in(_read(file, self._option))
         except OSError as error:
-            raise ConfigError(f"api_keys_file: {file} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"{self._option}: {file} cannot be read: {error.strerror}") from None
         except TransferError as error:
-            raise ConfigError(f"api_keys_file: {error}") from None
+            raise ConfigError(f"{self._option}: {error}") from None
         except UnicodeDecodeError:
-            raise ConfigError(f"api_keys_file: {file} is not UTF-8 text") from None
+            raise ConfigError(f"{self._option}: {file} is not UTF-8 text") from None
         if not self._from_file:
-            raise ConfigError(f"api_keys_file: {file} has no keys; write one per line")
+            raise ConfigError(f"{self._option}: {file} has no keys; write one per line")
 
     def __repr__(self) -> str:
         return "<ApiKeys open>" if self.is_open else f"<ApiKeys {len(self._fixed) + len(self._from_file)} keys>"
@@ -171,22 +176,35 @@ def _version(file: Path) -> tuple[int, ...]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _read(file: Path) -> list[_Key]:
-    """Returns the file's keys. It has one key per line; empty lines and those that begin with ``#`` have none. A line
-    ``KEY name=NAME`` gives the key a name, and ``rpm=N`` and ``tpm=N`` behind it limit the requests and tokens per
-    minute of that name. Raises `TransferError` for a name that does not fit into a log line, and for no limit."""
-    lines = ((number, line.strip()) for number, line in enumerate(read_secrets(file).splitlines(), 1))
-    return [_key(line, f"{file}, line {number}") for number, line in lines if line and not line.startswith("#")]
+def _read(file: Path, option: str) -> list[tuple[bytes, _Key]]:
+    """Returns the file's keys, each behind its digest. It has one key per line; empty lines and those that begin with
+    ``#`` have none. A line ``KEY name=NAME`` gives the key a name, and ``rpm=N`` and ``tpm=N`` behind it limit the
+    requests and tokens per minute of that name. Every other line is a key as a whole, and one that looks like more is
+    told of in the log. Raises `TransferError` for a name that does not fit into a log line, and for no limit."""
+    keys = []
+    for number, line in enumerate(map(str.strip, read_secrets(file).splitlines()), 1):
+        if not line or line.startswith("#"):
+            continue
+        keys.append(_key(line, f"{file}, line {number}"))
+        if _MORE.search(line) is not None and _NAMED.fullmatch(line) is None:
+            log.warning(
+                "%s: %s, line %d: a blank, a comma or # is in it, and the whole line counts as one key; write one key "
+                "per line, as KEY or KEY name=NAME [rpm=N] [tpm=N], and comments on lines of their own",
+                option,
+                file,
+                number,
+            )
+    return keys
 
 
-def _key(line: str, where: str) -> _Key:
+def _key(line: str, where: str) -> tuple[bytes, _Key]:
     named = _NAMED.fullmatch(line)
     if named is None:
-        return _Key(_digest(line.encode()))
+        return _digest(line.encode()), _Key()
     name, *limits = named[2].split() or [""]
     if _NAME.fullmatch(name) is None or not all("=" in word for word in limits):
         raise TransferError(f"{where}: a key's name has 1 to 64 letters, digits and characters of ._@:/+-")
-    return _Key(_digest(named[1].encode()), name, _rates(limits, where))
+    return _digest(named[1].encode()), _Key(name, _rates(limits, where))
 
 
 def _rates(words: Sequence[str], where: str) -> Rates:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -18,6 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdproxy import __version__
 from pdproxy.aio.descriptors import DescriptorBudget
+from pdproxy.config.values import Role
+from pdproxy.discovery.discovery import Discovery
 from pdproxy.errors import (
     InvalidRequest,
     MethodNotAllowed,
@@ -40,10 +42,13 @@ from pdproxy.server.routes import CHALLENGE, GenerationRoute
 from pdproxy.telemetry import request_id
 from pdproxy.telemetry.figures import Elsewhere
 from pdproxy.telemetry.metrics import Metrics
-from pdproxy.telemetry.record import MAX_RECENT, Recent
+from pdproxy.telemetry.observer import MAX_RECENT, Recent
 from transfer.memory_budget import MemoryBudget
 
 Lifespan = Callable[["App"], AbstractAsyncContextManager[None]]
+
+MAX_COMPLAINTS = 10
+"""The most sentences of discovery that ``/ready`` tells; the status page has all."""
 
 _READABLE = (
     "x-request-id",
@@ -84,16 +89,17 @@ def build_app(
     keys: ApiKeys,
     cors_origins: Sequence[str],
     lifespan: Lifespan,
+    discovery: Discovery | None = None,
     elsewhere: ASGIApp | None = None,
 ) -> App:
-    """Returns the ASGI application; `lifespan` starts and stops what runs behind it. Requests for which it has no route
-    go `elsewhere`, where that is given."""
+    """Returns the ASGI application; `lifespan` starts and stops what runs behind it. `discovery` is what finds
+    instances, where this process knows it. Requests for which it has no route go `elsewhere`, where that is given."""
     app = App(DirectRoutes(generation_routes, may_be_asked_from_elsewhere=bool(cors_origins)), lifespan=lifespan)
     for path, endpoint in generation_routes.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, pool, keys)
-    _add_passed_routes(app, orchestrator, keys)
-    _add_health_routes(app, pool, orchestrator)
+    _add_passed_routes(app, orchestrator, keys, generation_routes[RESPONSES])
+    _add_health_routes(app, pool, orchestrator, discovery)
     if elsewhere is not None:
         app.router.default = elsewhere
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -130,9 +136,11 @@ class Status:
         descriptors: DescriptorBudget,
         memory: MemoryBudget,
         elsewhere: Elsewhere | None = None,
+        discovery: Discovery | None = None,
     ) -> None:
-        """Takes the figures of the proxy's other processes, where there are any."""
+        """Takes the figures of the proxy's other processes, where there are any, and what finds instances."""
         self._elsewhere = elsewhere or Elsewhere()
+        self._discovery = discovery
         self._pool = pool
         self._board = board
         self._orchestrator = orchestrator
@@ -177,6 +185,7 @@ class Status:
             "tasks": present["tasks"],
             "workers": self._elsewhere.workers(),
             "replica": self._elsewhere.replica(),
+            "discovery": None if self._discovery is None else self._discovery.status(),
         }
 
     def counted(self) -> dict[str, Any]:
@@ -228,7 +237,7 @@ def _add_model_routes(app: FastAPI, pool: Pool, keys: ApiKeys) -> None:
         return _json(card(name))
 
 
-def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator) -> None:
+def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator, discovery: Discovery | None) -> None:
     @app.get("/health")
     async def health() -> Response:
         """Answers 200 as long as the process lives."""
@@ -250,43 +259,55 @@ def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator) -> 
         if not pool.admission.has_leader:
             return _error(NotReady("nobody admits requests at this moment: no leader answers"))
         if not pool.is_ready:
-            return _error(NotReady(f"there is no ready prefiller, or no ready decoder: {_who_is_not(pool)}"))
+            who = _who_is_not(pool, [] if discovery is None else discovery.complaints)
+            return _error(NotReady(f"there is no ready prefiller, or no ready decoder: {who}"))
         return _json({"status": "ready"})
 
 
-def _add_passed_routes(app: FastAPI, orchestrator: Orchestrator, keys: ApiKeys) -> None:
-    """Adds what scripts for vLLM ask without a body."""
+def _add_passed_routes(app: FastAPI, orchestrator: Orchestrator, keys: ApiKeys, responses: GenerationRoute) -> None:
+    """Adds what scripts for vLLM ask without a body. `responses` is the route that makes responses."""
     passing = orchestrator.passing
 
     @app.get("/version")
-    async def version() -> Response:
+    async def version(request: Request) -> Response:
         """Tells the version of an engine, as it tells it itself: scripts look there for what it can do."""
+        keys.check(request.headers)
         status, body = await passing.get("/version")
         return Response(body, status, media_type="application/json")
 
     @app.get(RESPONSES + "/{response_id}")
     async def response(request: Request, response_id: str) -> Response:
         """Returns a response that a decoder keeps."""
-        keys.check(request.headers)
+        owner = keys.check(request.headers)
         if request.query_params.get("stream", "false").lower() in ("true", "1"):
             raise InvalidRequest("stream: a kept response can be asked for as a whole only", param="stream")
-        keeper = passing.keeper(keeper_in(response_id), param="response_id")
-        status, body = await passing.get(f"{RESPONSES}/{response_id}", keeper)
+        keeper = passing.keeper(keeper_in(response_id), owner, param="response_id")
+        status, body = await passing.get(f"{RESPONSES}/{response_id}", keeper, responses.shown(request.headers))
         return Response(body, status, media_type="application/json")
 
     @app.post(RESPONSES + "/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
         """Has the decoder end a response that it writes in the background."""
-        keys.check(request.headers)
-        keeper = passing.keeper(keeper_in(response_id), param="response_id")
-        status, body = await passing.post(f"{RESPONSES}/{response_id}/cancel", keeper)
+        owner = keys.check(request.headers)
+        keeper = passing.keeper(keeper_in(response_id), owner, param="response_id")
+        path = f"{RESPONSES}/{response_id}/cancel"
+        status, body = await passing.post(path, keeper, responses.shown(request.headers))
         return Response(body, status, media_type="application/json")
 
 
-def _who_is_not(pool: Pool) -> str:
-    """Returns who is not ready and why, in the order of the fleet."""
+def _who_is_not(pool: Pool, complaints: Sequence[str]) -> str:
+    """Returns of which role there is nobody, what keeps instances from being found, and who is not ready and why, in
+    the order of the fleet."""
+    roles = {one.role for one in pool.instances}
+    absent = [f"no {role} instance is known; see the log" for role in get_args(Role) if role not in roles]
     waiting = [one for one in pool.instances if not one.is_routable]
-    return "; ".join(f"{one.name} ({one.role}) is {one.health}{one.why and f': {one.why}'}" for one in waiting)
+    return "; ".join(
+        [
+            *absent,
+            *complaints[:MAX_COMPLAINTS],
+            *(f"{one.name} ({one.role}) is {one.health}{one.why and f': {one.why}'}" for one in waiting),
+        ]
+    )
 
 
 def add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None:

@@ -7,7 +7,7 @@ front that had decompressed them would have seen another request than this one d
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import msgspec
@@ -17,7 +17,7 @@ from pdproxy.errors import UnsupportedCoding
 LINGER_S = 2.0
 """Seconds for which the rest of a refused body is read. A connection that is closed while bytes lie unread in it is
 reset, and the reset may overtake the answer."""
-LINGER_BYTES = 1 << 20
+LINGER_BYTES: Final = 1 << 20
 
 
 def is_foreign(headers: Iterable[tuple[bytes, bytes]]) -> bool:

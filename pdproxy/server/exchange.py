@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -23,8 +23,8 @@ from transfer.memory_budget import MemoryShare
 
 log = logging.getLogger(__name__)
 
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-LAST_CHUNK = b"0\r\n\r\n"
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class ServerConnection(Protocol):
@@ -58,6 +58,7 @@ class Exchange:
     __slots__ = (
         "_awaits_continue",
         "_body",
+        "_flow",
         "_head",
         "_is_chunked",
         "_is_http11",
@@ -73,6 +74,7 @@ class Exchange:
         "_record",
         "_route",
         "_task",
+        "_transport",
         "_wants_more",
         "forwarded",
         "headers",
@@ -94,6 +96,8 @@ class Exchange:
         awaits_continue: bool,
     ) -> None:
         self._line = line
+        self._transport = line.transport  # as is `_flow`, asked for with every token
+        self._flow = line.flow
         self._route = route
         self.headers = headers
         self.forwarded: Mapping[str, str] = {}
@@ -184,7 +188,7 @@ class Exchange:
     def _await_body(self) -> None:
         if self._awaits_continue:
             self._awaits_continue = False
-            self._line.transport.write(CONTINUE)
+            self._transport.write(CONTINUE)
         self._limit = self._line.loop.call_later(self._route.body_timeout_s, self._is_too_slow)
 
     def _is_too_slow(self) -> None:
@@ -233,10 +237,10 @@ class Exchange:
         """Closes the connection, so that a client which was promised more sees that it does not come. Closing waits
         until everything was taken, which may be never where there is no room; then the connection is aborted."""
         self._flush()
-        if self._line.flow.write_paused:
-            self._line.transport.abort()
+        if self._flow.write_paused:
+            self._transport.abort()
         else:
-            self._line.transport.close()
+            self._transport.close()
 
     def _answering(self) -> Coroutine[Any, Any, None] | None:
         """Returns a coroutine that answers the client; None where the client has gone."""
@@ -263,28 +267,28 @@ class Exchange:
         self._line.loop.call_soon(self._flush)
 
     async def send(self, chunk: bytes) -> None:
-        while self._line.flow.write_paused:
-            await self._line.flow.drain()
+        while self._flow.write_paused:
+            await self._flow.drain()
         self.write(chunk)
 
     async def end(self) -> None:
-        while self._line.flow.write_paused:
-            await self._line.flow.drain()
+        while self._flow.write_paused:
+            await self._flow.drain()
         if self._num_missing:
             raise ValueError(f"the answer ends {self._num_missing} bytes before its end")
         self._put(LAST_CHUNK if self._is_chunked else b"")
         self._complete()
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        while self._line.flow.write_paused:
-            await self._line.flow.drain()
+        while self._flow.write_paused:
+            await self._flow.drain()
         self._head = self._write_head(status, headers, b"content-length: %d\r\n" % len(body))
         self._put(body)
         self._complete()
 
     @property
     def may_wait(self) -> bool:
-        return self._line.flow.write_paused
+        return self._flow.write_paused
 
     @property
     def outlet(self) -> Outlet | None:
@@ -303,7 +307,7 @@ class Exchange:
 
     @property
     def is_full(self) -> bool:
-        return self._line.flow.write_paused
+        return self._flow.write_paused
 
     def on_room(self, callback: Callable[[], None] | None) -> None:
         self._on_room = callback
@@ -331,14 +335,14 @@ class Exchange:
         if self._head is not None:
             data, self._head = self._head + data, None
         if data and not self.is_gone:
-            self._line.transport.write(data)
+            self._transport.write(data)
 
     def _complete(self) -> None:
         if self.is_gone:
             return
         self.response_complete = True
         if not self.keep_alive:
-            self._line.transport.close()
+            self._transport.close()
         self._line.on_response_complete()
 
     def __repr__(self) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from pdproxy.orchestrator.context import Headers
 
-CHUNKED = b"transfer-encoding: chunked\r\n"
-CLOSE = b"connection: close\r\n"
+CHUNKED: Final = b"transfer-encoding: chunked\r\n"
+CLOSE: Final = b"connection: close\r\n"
 
 
 class ResponseHeadWriter:

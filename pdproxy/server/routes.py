@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -25,7 +25,8 @@ from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.asgi import AsgiClient, ClientGoneError, read_body
 from pdproxy.server.headers import ClientHeaders
 from pdproxy.telemetry import request_id
-from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
+from pdproxy.telemetry.observer import Observer
+from pdproxy.telemetry.record import Outcome, RequestRecord
 from pdproxy.telemetry.trace import Tracing
 from transfer.memory_budget import MemoryBudget, MemoryShare
 
@@ -33,9 +34,9 @@ log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 
-CHALLENGE = (b"www-authenticate", b"Bearer")
+CHALLENGE: Final = (b"www-authenticate", b"Bearer")
 """The header that goes with every 401."""
-BODY_COPIES = 2
+BODY_COPIES: Final = 2
 """The number of times that a body counts: as it came, which every attempt is made of, and as it goes to an engine."""
 
 
@@ -104,11 +105,18 @@ class GenerationRoute:
         every leg. The caller ends it by `serve`, `refuse` or `gone`."""
         record = RequestRecord(request_id.accept(headers.get(request_id.HEADER)), self._endpoint)
         forwarded = {**self._tracing.begin(record, headers), request_id.HEADER: record.request_id}
-        if self._passes_authorization and (shown := headers.get("authorization")) is not None:
-            forwarded["authorization"] = shown
-        if self._passes_key and (shown := headers.get("x-api-key")) is not None:
-            forwarded["x-api-key"] = shown
+        if self._passes_authorization:
+            forwarded |= self.shown(headers)
         return record, forwarded
+
+    def shown(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Returns those of the client's headers that show the engines its key, where that is meant for them."""
+        shown: dict[str, str] = {}
+        if self._passes_authorization and (key := headers.get("authorization")) is not None:
+            shown["authorization"] = key
+        if self._passes_key and (key := headers.get("x-api-key")) is not None:
+            shown["x-api-key"] = key
+        return shown
 
     def check(self, record: RequestRecord, headers: Mapping[str, str], memory: MemoryShare) -> None:
         """Takes the memory for a body whose length is known, and charges a request to whoever has the key that was

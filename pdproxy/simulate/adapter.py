@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from pdproxy.admission.room import UNKNOWN_CACHE, KvCache
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
 from pdproxy.engines.adapter import (
@@ -25,9 +26,10 @@ from pdproxy.engines.adapter import (
 )
 from pdproxy.engines.info import EngineInfo, Receiver
 from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
-from pdproxy.openai.request import Fields, GenerationRequest
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import GenerationRequest
 from pdproxy.openai.usage import PromptUsage
-from pdproxy.simulate.messages import CANCEL, FACTS, CancelAsk, DecodeAsk, PrefillAsk, encode, told
+from pdproxy.simulate.messages import CANCEL, FACTS, CancelAsk, DecodeAsk, PrefillAsk, Told, encode, told
 
 MODEL = "simulated"
 LEASE_S = 60.0
@@ -61,6 +63,7 @@ class SimulatedAdapter:
             lease_s=lease_s,
             shows_first_token=True,
             resumes=True,
+            changes_role=True,
         )
 
     def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
@@ -68,10 +71,11 @@ class SimulatedAdapter:
         is_decoder = word.role == "decode"
         return EngineInfo(
             epoch=word.epoch,
-            role=word.role,
+            role=None if word.is_both else word.role,
             models=frozenset((MODEL,)),
             num_pages=word.num_pages if is_decoder else 0,
             num_occupied=word.num_occupied if is_decoder else None,
+            cache=_cache(word),
             chunk_size=word.chunk_size,
             receivers=(Receiver(rank=0, host=word.name, port=1),) if is_decoder else (),
         )
@@ -134,6 +138,12 @@ class SimulatedAdapter:
         if status != 200:
             raise MalformedReply(f"it answers a cancel with HTTP {status}")
         return body == b"1"
+
+
+def _cache(word: Told) -> KvCache:
+    if not word.num_cache_tokens:
+        return UNKNOWN_CACHE
+    return KvCache(word.num_cache_tokens, used=word.num_cache_used, is_queueing=word.num_cache_waiting > 0)
 
 
 _ONE_RANK = frozenset((0,))

@@ -9,9 +9,12 @@ one: a sequence that joins within a step does not wait for its end.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 
 from pdproxy.simulate.calls import ENGINES
+from pdproxy.simulate.gaps import Gaps
 from pdproxy.simulate.speed import Speed
 
 _NEARLY = 1e-6
@@ -19,40 +22,65 @@ _NEARLY = 1e-6
 
 
 class Sequence:
-    """Sequence is one answer being written, with `num_tokens` of it still to come.
+    """Sequence is one answer being written, with `num_tokens` of it still to come, after `num_before` of its prompt and
+    of what is written.
 
-    Mutable state: the steps at which it begins and ends; whether it is in a batch.
+    Mutable state: these two, where it leaves a batch to join one again; the steps at which it begins and ends; whether
+    it is in a batch, and as which of those that ever joined.
     """
 
-    __slots__ = ("begins", "ends", "is_in", "num_tokens")
+    __slots__ = ("begins", "ends", "is_in", "num_before", "num_tokens", "number")
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, num_before: int = 0) -> None:
         self.num_tokens = num_tokens
+        self.num_before = num_before
         self.begins = self.ends = 0.0
         self.is_in = False
+        self.number = 0
 
     def finished(self) -> None:
         """Is called when the last token is written; a subclass that waits for that overrides it. It must not raise."""
 
 
-class Batch:
-    """Batch is the sequences that a decoder writes together.
+def _is_there(entry: tuple[float, int, Sequence]) -> bool:
+    """Tells whether a sequence is still in the batch, as it was when it joined: it may have left and joined again."""
+    _, number, sequence = entry
+    return sequence.is_in and sequence.number == number
 
-    Mutable state: how many there are, and when each ends (in steps); steps made until `_since`; the timer of the next
-    end; how often it was held; how slow it is; the sums that its use is measured by.
+
+class Batch:
+    """Batch is the sequences that a decoder writes together. `on_full` is called when they have more than `max_tokens`
+    together and one of them has to leave; it must not raise.
+
+    Mutable state: how many there are, and when each ends (in steps); the tokens that they would have if no step had
+    been made; steps made until `_since`; the timer of what comes next, and at which step that is; how often it was
+    held, and since when; how slow it is; the sums that its use is measured by.
     """
 
-    def __init__(self, speed: Speed, *, slowness: float = 1.0) -> None:
+    def __init__(
+        self,
+        speed: Speed,
+        *,
+        slowness: float = 1.0,
+        max_tokens: float = inf,
+        on_full: Callable[[], object] | None = None,
+    ) -> None:
         self._speed = speed
+        self._max_tokens = max_tokens
+        self._on_full = on_full
+        self.gaps = Gaps()
         self._slowness = slowness
         self._loop = asyncio.get_running_loop()
         self.size = 0
         self._ends: list[tuple[float, int, Sequence]] = []
         self._num_joined = 0
+        self._base = 0.0
         self._steps = 0.0
         self._since = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
+        self._due = inf
         self._num_holds = 0
+        self._held_s = 0.0
         self._busy_s = 0.0
         self._sequence_s = 0.0
 
@@ -64,9 +92,10 @@ class Batch:
         sequence.begins = self._steps
         sequence.ends = self._steps + sequence.num_tokens
         self.size += 1
-        self._num_joined += 1
-        heappush(self._ends, (sequence.ends, self._num_joined, sequence))
-        if self._timer is None or self._ends[0][2] is sequence:
+        self._base += sequence.num_before - self._steps
+        self._num_joined = sequence.number = self._num_joined + 1
+        heappush(self._ends, (sequence.ends, sequence.number, sequence))
+        if self._timer is None or self._next_step() < self._due:
             self._set_timer()  # else the one that is set is early, and finds out
 
     def leave(self, sequence: Sequence) -> None:
@@ -74,9 +103,19 @@ class Batch:
         if not sequence.is_in:
             return
         self._settle()
+        self._take_out(sequence)
+        self._set_timer()
+
+    def _take_out(self, sequence: Sequence) -> None:
         sequence.is_in = False
         self.size -= 1
-        self._set_timer()
+        self._base -= sequence.num_before - sequence.begins
+
+    @property
+    def num_tokens(self) -> float:
+        """Returns how many tokens all sequences have together: their prompts, and what is written."""
+        self._settle()
+        return self._base + self.size * self._steps
 
     def num_written(self, sequence: Sequence) -> int:
         """Returns how many whole tokens were written since the sequence joined."""
@@ -111,6 +150,7 @@ class Batch:
             sequence.is_in = False
         self._ends.clear()
         self.size = self._num_holds = 0
+        self._base = self._held_s = 0.0
         self._set_timer()
 
     @property
@@ -134,24 +174,43 @@ class Batch:
             return
         self._busy_s += passed_s
         self._sequence_s += passed_s * self.size
-        if not self._num_holds:
-            self._steps += passed_s / self._step_s
+        if self._num_holds:
+            self._held_s += passed_s
+            return
+        step_s = self._step_s
+        if self._held_s:  # the first token after a pause comes that much later
+            self.gaps.add(self._held_s + step_s, self.size)
+            self._held_s = 0.0
+        num_steps = passed_s / step_s
+        self.gaps.add(step_s, num_steps * self.size)
+        self._steps += num_steps
 
     @property
     def _step_s(self) -> float:
-        return self._speed.step_takes(self.size) * self._slowness
+        """Returns the seconds of a step, as of the last look: what is written until the next makes little
+        difference."""
+        return self._speed.step_takes(self.size, self._base + self.size * self._steps) * self._slowness
+
+    def _next_step(self) -> float:
+        """Returns at which step the next sequence ends, or there is no room for another token."""
+        ends_at = self._ends[0][0]
+        if self._max_tokens == inf or self.size < 2:
+            return ends_at
+        return min(ends_at, max(self._steps, (self._max_tokens - self._base) / self.size))
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         ends = self._ends
-        while ends and not ends[0][2].is_in:
+        while ends and not _is_there(ends[0]):
             heappop(ends)
+        self._due = inf
         if not ends:
-            self._steps = 0.0  # small numbers are exact ones
+            self._steps = self._base = 0.0  # small numbers are exact ones
         elif not self._num_holds:
-            left = ends[0][0] - self._steps
+            self._due = self._next_step()
+            left = self._due - self._steps
             left_s = left * self._step_s if left > 0.0 else 0.0
             self._timer = self._loop.call_later(left_s, self._look, context=ENGINES)
 
@@ -161,15 +220,15 @@ class Batch:
         self._settle()
         ended: list[Sequence] = []
         ends = self._ends
-        while ends and (not ends[0][2].is_in or ends[0][0] <= self._steps + _NEARLY):
-            sequence = heappop(ends)[2]
-            if sequence.is_in:
-                sequence.is_in = False
-                self.size -= 1
-                ended.append(sequence)
+        while ends and (ends[0][0] <= self._steps + _NEARLY or not _is_there(ends[0])):
+            if _is_there(entry := heappop(ends)):
+                self._take_out(entry[2])
+                ended.append(entry[2])
         self._set_timer()
         for sequence in ended:
             sequence.finished()
+        while self._on_full is not None and self.size > 1 and self.num_tokens >= self._max_tokens - _NEARLY:
+            self._on_full()
 
     def __repr__(self) -> str:
         state = f", held {self._num_holds}" if self._num_holds else ""

@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import msgspec
 
-from pdproxy.openai.request import COMPLETIONS, Fields, GenerationRequest, PromptKind
+from pdproxy.openai.body import Fields
+from pdproxy.openai.request import COMPLETIONS, GenerationRequest, PromptKind
 from pdproxy.orchestrator.context import Headers
 from pdproxy.simulate.adapter import GROUP, MODEL, NUM_SHARED
 from pdproxy.simulate.traffic import Question

@@ -29,7 +29,7 @@ from pdproxy.simulate.fit import fit, predict, read_runs
 from pdproxy.simulate.plan import Plan, rate_for
 from pdproxy.simulate.simulation import Result, simulate
 from pdproxy.simulate.speed import Speed, changed, read_speed
-from pdproxy.simulate.studies import compare, find_knee, find_size, read_pairs
+from pdproxy.simulate.studies import compare, compare_roles, find_knee, find_size, read_pairs
 from pdproxy.simulate.traffic import Traffic, sizes_of
 from transfer.command_line.commands import Command, one_line_errors
 from transfer.command_line.json_file import console_beside, write_json
@@ -44,13 +44,13 @@ FOUND_NOTHING = 1
 """The exit status when no rate, or no size, meets the target, or no request was answered."""
 
 
-What = Literal["run", "compare", "knee", "size", "fit", "check"]
+What = Literal["run", "compare", "knee", "size", "roles", "fit", "check"]
 SPEED = "The engines' speed"
 QUESTION = (
     "Question to answer. run: one simulation (the default); compare: several policies; knee: the highest rate that "
     "meets --slo, or, without it, at which TTFT and TPOT (p95) are within twice those of the unloaded fleet; size: the "
-    "fewest instances that meet --slo; fit: the engines' speed, from load tests; check: these load tests, predicted "
-    "again"
+    "fewest instances that meet --slo; roles: --role-controller against every fixed split of the instances; fit: the "
+    "engines' speed, from load tests; check: these load tests, predicted again"
 )
 Plain = dict[str, Any]
 
@@ -82,6 +82,7 @@ def main(
     seed: take.Seed = None,
     prompt_tokens: take.PromptLengths = "lognormal:1000,0.8,32768",
     answer_tokens: take.AnswerLengths = "lognormal:150,0.8,4096",
+    then: Annotated[str, option("LENGTHS/LENGTHS", "Tokens of prompts and answers in the second half")] = "",
     groups: Annotated[int, option("N", "Number of prefixes with which prompts begin; 0 for none", min=0)] = 0,
     shared_share: Annotated[float, option("SHARE", "Share of a prompt that its prefix has", min=0, max=1)] = 0.5,
     speed_file: Annotated[Path | None, option("FILE", "Speed, as fit writes it", "--speed", group=SPEED)] = None,
@@ -126,7 +127,10 @@ def main(
             num_groups=groups,
             shared_share=shared_share,
             rows=rows,
+            then=_sizes(then) if then else None,
         )
+        if then and (rate is None or clients or rows):
+            raise SimulationError("then: it needs a --rate, and goes with neither --clients nor --trace")
         traffic = replace(traffic, rate=rate or rate_for(load, prefillers, decoders, speed, traffic))
         plan = Plan(
             prefillers=prefillers,
@@ -216,6 +220,26 @@ def _size(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> 
     return plain, [(title, tables.size_rows(size.tried))], 0 if best else FOUND_NOTHING
 
 
+def _roles(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
+    found = compare_roles(plan, partial(_tell, told))
+    plain = _summed(plan, [result for _, result in found]) | {"splits": {name: one.as_plain() for name, one in found}}
+    moves = found[-1][1].moves
+    title = f"Roles, {plan.traffic.rate:.4g} requests/s, seed {plan.seed}"
+    shown = [(title, tables.role_rows(found))]
+    if moves:
+        rows = [[f"{at_s:.4g} s", what] for at_s, what in moves]
+        shown.append(("What the controller did", (["at", "instance and new role"], rows)))
+    return plain, shown, 0
+
+
+def _sizes(text: str) -> Independent:
+    """Returns the sizes of a text like ``200/1000``. Raises `SimulationError`, `WorkloadError`."""
+    prompt, is_both, answer = text.partition("/")
+    if not is_both:
+        raise SimulationError(f"then: {text!r} is not PROMPT/ANSWER, as 200/1000")
+    return Independent(parse_lengths(prompt), parse_lengths(answer))
+
+
 def _fit(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
     speed = fit(read_runs(_some(files)), plan.speed)
     plain = msgspec.to_builtins(speed)
@@ -242,6 +266,7 @@ _STUDIES: dict[What, Study] = {
     "compare": _compare,
     "knee": _knee,
     "size": _size,
+    "roles": _roles,
     "fit": _fit,
     "check": _check,
 }

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
+from math import inf
 from typing import Protocol
 
 from pdproxy.config.values import Role
@@ -43,6 +44,8 @@ class Engine(ABC):
     """
 
     role: Role
+    is_both = False
+    """Tells that this is one half of an engine, which has another one for the other role."""
 
     def __init__(self, name: str, speed: Speed) -> None:
         self.name = name
@@ -111,7 +114,7 @@ class Engine(ABC):
     @abstractmethod
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Leg: ...
 
-    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+    async def get(self, path: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
         self._check_alive()
         if self._thawed is not None:
             try:
@@ -127,7 +130,9 @@ class Engine(ABC):
     def tell(self) -> Told:
         """Returns what the engine says about itself, as of now."""
         speed = self.speed
-        return Told(self.name, self.role, self.epoch, speed.pd_buffer_pages, speed.chunk_size)
+        told = Told(self.name, self.role, self.epoch, speed.pd_buffer_pages, speed.chunk_size)
+        told.is_both = self.is_both
+        return told
 
     async def aclose(self) -> None:  # noqa: B027 (nothing to override)
         """Does nothing: nothing is open."""
@@ -243,16 +248,20 @@ class Answer(Sequence):
     """Answer is one answer that `decoder` has to write, from KV that was brought or from a prompt that the decoder
     reads itself. Its first token is there already: the prefiller's, or that of the prompt that is read here.
 
-    Mutable state: whether it is wanted.
+    Mutable state: whether it is wanted; the tokens that it had written when it last gave way to others; whether its KV
+    is lost, and whether it has room to be read anew.
     """
 
-    __slots__ = ("_decoder", "is_wanted", "leg", "prompt", "transfer")
+    __slots__ = ("_decoder", "has_room", "is_lost", "is_wanted", "leg", "num_written", "prompt", "transfer")
 
-    def __init__(self, decoder: Decoder, num_tokens: int, transfer: Transfer | None) -> None:
-        super().__init__(num_tokens - 1)
+    def __init__(self, decoder: Decoder, num_tokens: int, num_before: int, transfer: Transfer | None) -> None:
+        super().__init__(num_tokens - 1, num_before)
         self._decoder = decoder
         self.transfer = transfer
         self.is_wanted = True
+        self.num_written = 0
+        self.is_lost = False
+        self.has_room = False
         self.prompt: Prompt | None = None
         self.leg = StreamLeg(self._forsaken)
 
@@ -272,11 +281,13 @@ class Decoder(Engine):
     """Decoder takes KV in, page by page, and writes answers.
 
     Like a real one it keeps account of its PD buffer itself: what does not fit waits, first come, first served, and
-    what nobody has asked for after `lease_s` is dropped.
+    what nobody has asked for after `lease_s` is dropped. Its own KV cache is the batch's: an answer that finds no room
+    there waits, and where those in it have grown too long the latest gives way, as vLLM has it.
 
     Mutable state: transfers that wait for pages; those that have them, by attempt; pages in use, and the most there
     ever were; how many transfers found no room; when the link is free; what arrived while it stood still; answers that
-    wait for room in the batch, and those in it; a timer for signs of life and leases.
+    wait for room in the batch, and those in it; the tokens of those that are read anew; how many gave way; a timer for
+    signs of life and leases.
     """
 
     role: Role = "decode"
@@ -285,7 +296,8 @@ class Decoder(Engine):
         super().__init__(name, speed)
         self._lease_s = lease_s
         self._signals = signals
-        self.batch = Batch(speed)
+        self._max_tokens = speed.kv_cache_tokens or inf
+        self.batch = Batch(speed, max_tokens=self._max_tokens, on_full=self._give_way)
         self.prompts = PromptQueue(speed, on_busy=self._reads)
         self._incoming: deque[Transfer] = deque()
         self._transfers: dict[str, Transfer] = {}
@@ -296,11 +308,17 @@ class Decoder(Engine):
         self._late: list[Transfer] = []
         self._lined_up: deque[Answer] = deque()
         self._written: dict[Answer, None] = {}
+        self._num_read_anew = 0
+        self.num_given_way = 0
         self._round_timer: asyncio.TimerHandle | None = None
 
     def tell(self) -> Told:
         told = super().tell()
         told.num_occupied = self.pages_in_use
+        if self._max_tokens < inf:
+            told.num_cache_tokens = self.speed.kv_cache_tokens
+            told.num_cache_used = int(self.batch.num_tokens) + self._num_read_anew
+            told.num_cache_waiting = sum(answer.is_wanted for answer in self._lined_up)
         return told
 
     # ── KV ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -408,7 +426,8 @@ class Decoder(Engine):
             if transfer is None or not transfer.is_there or not transfer.is_wanted:
                 return WholeLeg(b"", status=500)
             transfer.is_asked_for = True
-        answer = Answer(self, ask.num_tokens - ask.num_shown, transfer)
+        num_before = ask.num_prompt_tokens if transfer is None else transfer.num_tokens
+        answer = Answer(self, ask.num_tokens - ask.num_shown, num_before + 1, transfer)
         self._written[answer] = None
         if self._round_timer is None:
             self._go_round()
@@ -432,18 +451,59 @@ class Decoder(Engine):
     def _begin_next(self) -> None:
         """Begins as many answers as have room in the batch. Their KV leaves the PD buffer for good."""
         while self._lined_up and self.batch.size < self.speed.max_batch and not self.is_frozen:
-            answer = self._lined_up.popleft()
+            answer = self._lined_up[0]
+            if answer.is_wanted and not self._has_room(answer):
+                return
+            self._lined_up.popleft()
             if not answer.is_wanted:
+                continue
+            if answer.is_lost:
+                self._read_anew(answer)
                 continue
             self.batch.join(answer)
             answer.leg.begin()
             if answer.transfer is not None:
                 self._free(answer.transfer, "consumed")
 
+    def _has_room(self, answer: Answer) -> bool:
+        if self._max_tokens == inf:
+            return True
+        num_tokens = self.batch.num_tokens + self._num_read_anew
+        return num_tokens == 0.0 or num_tokens + answer.num_before < self._max_tokens
+
+    def _give_way(self) -> None:
+        """Takes the latest answer out of the batch and loses its KV, because there is no room for another token."""
+        answer = next(one for one in reversed(self._written) if one.is_in)
+        num = self.batch.num_written(answer)
+        self.batch.leave(answer)
+        self.num_given_way += 1
+        answer.num_written += num
+        answer.num_before += num
+        answer.num_tokens -= num
+        answer.is_lost = True
+        self._lined_up.appendleft(answer)
+
+    def _read_anew(self, answer: Answer) -> None:
+        """Reads an answer's prompt and what was written of it once more; no other is written meanwhile."""
+        answer.is_lost, answer.has_room = False, True
+        self._num_read_anew += answer.num_before
+        answer.prompt = Prompt(answer.num_before, partial(self._go_on_with, answer))
+        self.prompts.add(answer.prompt)
+
+    def _go_on_with(self, answer: Answer) -> None:
+        self._give_room_back(answer)
+        self.batch.join(answer)
+
+    def _give_room_back(self, answer: Answer) -> None:
+        """Frees what was kept for an answer that is read anew. Idempotent."""
+        if answer.has_room:
+            answer.has_room = False
+            self._num_read_anew -= answer.num_before
+
     def has_finished(self, answer: Answer) -> None:
         """Ends an answer whose last token is written."""
         self._written.pop(answer, None)
-        answer.leg.end()
+        answer.leg.end(1 + answer.num_written + answer.num_tokens)
         self._begin_next()
 
     def forsake(self, answer: Answer) -> None:
@@ -456,6 +516,7 @@ class Decoder(Engine):
         self.batch.leave(answer)
         if answer.prompt is not None:
             self.prompts.drop(answer.prompt)
+        self._give_room_back(answer)
         self._begin_next()
 
     def _go_round(self) -> None:
@@ -467,7 +528,7 @@ class Decoder(Engine):
         self._round_timer = None
         if not self.is_frozen:
             for answer in self._in_batch():
-                answer.leg.tell(1 + self.batch.num_written(answer))
+                answer.leg.tell(1 + answer.num_written + self.batch.num_written(answer))
             self._drop_expired()
         if self._written or self._transfers:
             self._go_round()
@@ -495,7 +556,7 @@ class Decoder(Engine):
 
     def _lose_all(self) -> None:
         for answer in self._in_batch():
-            answer.leg.tell(1 + self.batch.num_written(answer))
+            answer.leg.tell(1 + answer.num_written + self.batch.num_written(answer))
         written, self._written = self._written, {}
         for answer in written:
             answer.is_wanted = False
@@ -509,7 +570,7 @@ class Decoder(Engine):
         self._incoming.clear()
         self._late.clear()
         self._lined_up.clear()
-        self.pages_in_use = 0
+        self.pages_in_use = self._num_read_anew = 0
         self._link_free_at = 0.0
 
     def _stand_still(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pdproxy.engines.http.base import REPLY, CheckSize, EngineBroken
 
 _FIRST = b'data: {"choices":[{"index":0,"text":"a","token_ids":[0]}]}\n\n'
-_LAST = b'data: {"choices":[{"index":0,"text":"","token_ids":[],"finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
+_LAST = b'data: {"choices":[{"index":0,"text":"a","token_ids":[%b],"finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
 _WHOLE = b'{"choices":[{"index":0,"text":"a","finish_reason":"length"}]}'
 
 
@@ -77,11 +77,12 @@ class StreamLeg:
             ids = ",".join("0" * num_new)
             self._put(b'data: {"choices":[{"index":0,"text":"a","token_ids":[%b]}]}\n\n' % ids.encode())
 
-    def end(self) -> None:
-        """Ends the stream, because the last token has been written."""
+    def end(self, num_tokens: int) -> None:
+        """Ends the stream, because the last of its `num_tokens` tokens has been written."""
+        num_new = num_tokens - self.num_told
         self._is_over = True
         self._on_close = None
-        self._put(_LAST)
+        self._put(_LAST % (b"0," * num_new)[:-1])
 
     def break_off(self, error: EngineBroken) -> None:
         """Breaks the stream off, because the process has gone; it does nothing where the answer is over."""

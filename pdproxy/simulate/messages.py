@@ -50,6 +50,14 @@ class Told(msgspec.Struct, array_like=True):
     chunk_size: int
     num_occupied: int = 0
     """Counts the pages of the engine's PD buffer that are in use; 0 for a prefiller."""
+    num_cache_tokens: int = 0
+    """Counts the tokens that a decoder's KV cache has room for; 0 where it does not say."""
+    num_cache_used: int = 0
+    """Counts the tokens that are there."""
+    num_cache_waiting: int = 0
+    """Counts the answers that wait for room there, or in the batch."""
+    is_both: bool = False
+    """Tells that it takes whichever role the proxy gives it."""
 
 
 prefill_ask = msgspec.msgpack.Decoder(PrefillAsk)

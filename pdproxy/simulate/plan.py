@@ -69,6 +69,7 @@ class Plan:
             "clients": traffic.clients or None,
             "think_s": traffic.think_s if traffic.clients else None,
             "lengths": str(traffic.sizes),
+            **({"then": str(traffic.then)} if traffic.then is not None else {}),
             "groups": traffic.num_groups or None,
             "shared_share": traffic.shared_share if traffic.num_groups else None,
             "prefill_policy": settings.prefill_policy,

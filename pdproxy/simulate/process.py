@@ -69,8 +69,8 @@ class Distant:
                 asked.result().close()  # it had come, and nobody has seen it
             raise
 
-    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-        return await self._engine.get(path, timeout_s=timeout_s)
+    async def get(self, path: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
+        return await self._engine.get(path, timeout_s=timeout_s, headers=headers)
 
     async def aclose(self) -> None:
         """Does nothing: nothing is open."""

@@ -4,13 +4,14 @@ as one proxy or as several that one leads."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 
 from pdproxy.config.settings import Settings
+from pdproxy.config.values import Role
 from pdproxy.errors import IntegrityError
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.openai.request import GenerationRequest
@@ -51,10 +52,19 @@ class SimulatedFleet:
         switch = Switch()
         signals = self.board if num_proxies == 1 else switch
         lease_s = settings.engine_lease_s or LEASE_S
-        names = _names("decode", num_decoders)
-        self.decoders = {name: Decoder(name, speed, signals, lease_s=lease_s) for name in names}
-        self.prefillers = {name: Prefiller(name, speed, self.decoders) for name in _names("prefill", num_prefillers)}
-        self.engines: dict[str, Engine] = {**self.prefillers, **self.decoders}
+        decoding, prefilling = _names("decode", num_decoders), _names("prefill", num_prefillers)
+        is_both = settings.role_controller
+        self.decoders = {
+            name: Decoder(name, speed, signals, lease_s=lease_s) for name in decoding + prefilling * is_both
+        }
+        self.prefillers = {name: Prefiller(name, speed, self.decoders) for name in prefilling + decoding * is_both}
+        self.engines: dict[str, Engine] = {
+            **{name: self.prefillers[name] for name in prefilling},
+            **{name: self.decoders[name] for name in decoding},
+        }
+        """The engines in the roles in which they begin."""
+        for engine in (*self.prefillers.values(), *self.decoders.values()):
+            engine.is_both = is_both
         self.proxies: Proxies | None = None
         if num_proxies > 1:
             self.proxies = Proxies(
@@ -68,7 +78,8 @@ class SimulatedFleet:
             )
         else:
             known = {name: settings_of(engine) for name, engine in self.engines.items()}
-            self._alone = SimulatedProxy(settings, self.engines, known, self.board, seed)
+            halves: dict[Role, Mapping[str, Engine]] = {"prefill": self.prefillers, "decode": self.decoders}
+            self._alone = SimulatedProxy(settings, lambda one: halves[one.role][one.name], known, self.board, seed)
             self._alone.make_ready(self.engines)
 
     @property
@@ -97,6 +108,10 @@ class SimulatedFleet:
             async with anyio.create_task_group() as looking:
                 if is_probed and proxies is None:
                     looking.start_soon(self._alone.probe.run)
+                    for follow in self._alone.followers:
+                        looking.start_soon(follow)
+                elif not is_probed:
+                    looking.start_soon(self.proxy.look_at_memory, self.engines)
                 yield
                 looking.cancel_scope.cancel()
             if proxies is not None:
@@ -126,9 +141,19 @@ class SimulatedFleet:
         return self.proxy.ledger()
 
     @property
+    def moves(self) -> list[tuple[float, str]]:
+        """Returns the changes of role so far: when each ended, and the instance's name and new role."""
+        return [] if self.proxies is not None else self._alone.moves
+
+    @property
     def num_without_room(self) -> int:
         """Returns for how many transfers a decoder had no room when they came."""
         return sum(decoder.num_without_room for decoder in self.decoders.values())
+
+    @property
+    def num_given_way(self) -> int:
+        """Returns how many answers gave way to others in the KV cache of their decoder."""
+        return sum(decoder.num_given_way for decoder in self.decoders.values())
 
     def check_idle(self) -> None:
         """Raises `IntegrityError` unless everything that was granted, expected or written is settled."""

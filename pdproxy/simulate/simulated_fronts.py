@@ -36,7 +36,8 @@ from pdproxy.simulate.client import SimulatedClient
 from pdproxy.simulate.process import Process
 from pdproxy.simulate.simulated_leader import BEATS, SimulatedLeader
 from pdproxy.simulate.simulated_link import Beat, Gone, Link, Network
-from pdproxy.telemetry.record import Observers, Outcome, RequestRecord
+from pdproxy.telemetry.observer import Observers
+from pdproxy.telemetry.record import Outcome, RequestRecord
 from pdproxy.tokens.prompt_sizer import ByteSizer
 
 FRONT_DIED = "front_died"
@@ -225,6 +226,7 @@ class SimulatedFront:
             "signals expected": self.board.statistics().num_open,
             "legs": sum(instance.num_legs for instance in self.pool.instances),
             "tokens queued": sum(instance.queued_tokens for instance in self.pool.instances),
+            "tokens resident": sum(instance.residency.tokens for instance in self.pool.instances),
             "requests": self.orchestrator.num_requests,
         }
 

@@ -82,7 +82,9 @@ class SimulatedLeader:
         self._loop = loop = asyncio.get_running_loop()
         self.process = Process()
         self.board = KvBoard(clock=loop.time)
-        self.proxy = SimulatedProxy(settings, engines, known, self.board, seed, claims_until=claims_until)
+        self.proxy = SimulatedProxy(
+            settings, lambda one: engines[one.name], known, self.board, seed, claims_until=claims_until
+        )
         self._claims_until = claims_until
         self._store = store
         self._leads_until = inf if store is None else -inf

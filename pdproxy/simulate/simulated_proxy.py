@@ -8,34 +8,50 @@ import random
 from collections.abc import Mapping
 from math import inf
 
-from pdproxy.assemble import instance_maker, make_admission, make_orchestrator, make_retries, make_router
+from pdproxy.assemble import (
+    MakeClient,
+    Runner,
+    instance_maker,
+    make_admission,
+    make_orchestrator,
+    make_retries,
+    make_role_changes,
+    make_router,
+)
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
-from pdproxy.engines.http.base import EngineClient
 from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import Probe
+from pdproxy.fleet.role_changes import RoleChange
+from pdproxy.fleet.role_controller import RoleFollower
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.simulate.adapter import make_adapter
 from pdproxy.simulate.engines import Engine
 from pdproxy.simulate.messages import FACTS, encode
-from pdproxy.telemetry.record import Observers
+from pdproxy.telemetry.observer import Observers
 from pdproxy.tokens.prompt_sizer import ByteSizer
+
+LOOK_S = 1.0
+"""The seconds between two looks at the memory of decoders."""
+FULL_SHARE = 0.5
+"""The share of a KV cache in use up to which nobody looks."""
 
 
 class SimulatedProxy:
     """SimulatedProxy admits requests to the engines that are `known`, looks at them, and serves requests. It has to be
     made within the loop whose time it goes by.
 
-    It reaches engines as `clients`, by their names. `board` is where engines tell of its KV. `seed` is for what the
+    It reaches engines by `client_of` their settings. `board` is where engines tell of its KV. `seed` is for what the
     routing policies leave to chance. It grants nothing before `claims_until`.
     """
 
     def __init__(
         self,
         settings: Settings,
-        clients: Mapping[str, EngineClient],
+        client_of: MakeClient,
         known: Mapping[str, InstanceSettings],
         board: KvBoard,
         seed: int,
@@ -50,7 +66,7 @@ class SimulatedProxy:
             settings,
             admission,
             board.fail_epoch,
-            lambda one: clients[one.name],
+            client_of,
             make_adapter=make_adapter,
             clock=clock,
         )
@@ -80,6 +96,26 @@ class SimulatedProxy:
             canary_timeout_s=settings.canary_timeout_s,
             rng=random.Random(f"{seed} looks"),
         )
+        self.moves: list[tuple[float, str]] = []
+        """The changes of role so far: when each ended, and the instance's name and role."""
+        self.followers: list[Runner] = []
+        """The functions that have roles follow the load, where that is wanted. Each runs until cancelled."""
+        if settings.role_controller:
+            membership = Membership(
+                self.pool, make_instance=lambda one: make(one, True), check=settings.check_instances
+            )
+            roles = make_role_changes(settings, self.pool, membership)
+            roles.on_end = lambda change: self.moves.append((clock(), _told(change)))
+            self.followers = [membership.run, roles.run, RoleFollower(self.pool, roles, clock).run]
+
+    async def look_at_memory(self, engines: Mapping[str, Engine]) -> None:
+        """Looks at the decoders as the probe does, but only at those with KV caches so full that it makes a
+        difference: where nobody may fall, looks at the others would take time and find nothing."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for instance in self.pool.of_role("decode"):
+                if instance.resident_share > FULL_SHARE and instance.residency.capacity:
+                    instance.heard(instance.adapter.read_facts({FACTS: encode(engines[instance.name].tell())}))
 
     def make_ready(self, engines: Mapping[str, Engine]) -> None:
         """Makes all instances ready as if they had been asked, and a canary had gone through each."""
@@ -93,6 +129,7 @@ class SimulatedProxy:
             "signals expected": self.board.statistics().num_open,
             "legs": sum(instance.num_legs for instance in self.pool.instances),
             "tokens queued": sum(instance.queued_tokens for instance in self.pool.instances),
+            "tokens resident": sum(instance.residency.tokens for instance in self.pool.instances),
             "requests": self.orchestrator.num_requests,
         }
 
@@ -114,3 +151,7 @@ def settings_of(engine: Engine) -> InstanceSettings:
 def _make_ready(instance: Instance, engine: Engine) -> None:
     instance.heard(instance.adapter.read_facts({FACTS: encode(engine.tell())}))
     instance.proven()
+
+
+def _told(change: RoleChange) -> str:
+    return f"{change.instance.name} → {change.instance.role}"

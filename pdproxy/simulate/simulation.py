@@ -45,6 +45,10 @@ class Result:
     stragglers: list[str]
     fronts: dict[str, Any] = field(default_factory=dict)
     """The messages between fronts and leader, and the transfers without room; empty for one proxy."""
+    halves: tuple[Figures, ...] = ()
+    """The figures of either half of the requests, where the load turns."""
+    moves: tuple[tuple[float, str], ...] = ()
+    """The changes of role: when each ended, in seconds, and the instance's name and new role."""
 
     @property
     def num_without_room(self) -> int:
@@ -69,6 +73,8 @@ class Result:
             "ledger": self.ledger,
             "slow": self.stragglers,
             **({"fronts": self.fronts} if self.fronts else {}),
+            **({"halves": [half.as_plain() for half in self.halves]} if self.halves else {}),
+            **({"moves": [[_rounded(at_s), what] for at_s, what in self.moves]} if self.moves else {}),
             "plan": self.plan.as_plain(),
         }
 
@@ -101,6 +107,7 @@ class Simulation:
         self._stragglers = slow_some(plan.stragglers, self._fleet.engines, plan.seed)
         self._session_header = plan.settings.session_header.lower()
         self.figures = Figures(plan.slo)
+        self.halves = () if plan.traffic.then is None else (Figures(plan.slo), Figures(plan.slo))
         self.in_flight = Level()
         self._first_due: float | None = None
         self._last_due = 0.0
@@ -114,7 +121,10 @@ class Simulation:
         plan, fleet = self._plan, self._fleet
         check_faults(plan.faults, fleet.whom)
         try:
-            async with fleet.running(is_probed=bool(plan.faults)), asyncio.TaskGroup() as doing:
+            async with (
+                fleet.running(is_probed=bool(plan.faults) or plan.settings.role_controller),
+                asyncio.TaskGroup() as doing,
+            ):
                 faults = doing.create_task(do_faults(plan.faults, fleet.whom))
                 if plan.traffic.clients:
                     await self._ask_in_turn()
@@ -218,12 +228,18 @@ class Simulation:
         self.in_flight.change(-1, self._loop.time())
         if self._is_counting and record.outcome is _DONE:
             self._num_done += 1
-        if question.index >= self._plan.num_warmup:
-            self._note(client, record, question.num_answer_tokens - 1, due)
+        if question.index < self._plan.num_warmup:
+            return
+        self._note(self.figures, client, record, question.num_answer_tokens - 1, due)
+        if self.halves:
+            half = self.halves[question.index >= self._plan.num_requests // 2]
+            self._note(half, client, record, question.num_answer_tokens - 1, due)
 
-    def _note(self, client: SimulatedClient, record: RequestRecord, num_more: int, due: float) -> None:
-        """Notes how a request ended. `num_more` tokens were to come behind the first."""
-        figures, outcome = self.figures, record.outcome
+    def _note(
+        self, figures: Figures, client: SimulatedClient, record: RequestRecord, num_more: int, due: float
+    ) -> None:
+        """Notes in `figures` how a request ended. `num_more` tokens were to come behind the first."""
+        outcome = record.outcome
         figures.outcomes[outcome] += 1
         if record.num_attempts > 1:
             figures.num_retries += record.num_attempts - 1
@@ -260,6 +276,8 @@ class Simulation:
             ledger=self._fleet.ledger(),
             stragglers=self._stragglers,
             fronts=self._fronts(),
+            halves=self.halves,
+            moves=tuple(self._fleet.moves),
         )
 
     def _fronts(self) -> dict[str, Any]:
@@ -282,10 +300,12 @@ class Simulation:
         prefillers, decoders = self._fleet.prefillers.values(), self._fleet.decoders.values()
         now_s = self._loop.time()
         busy_s = sum(one.batch.busy_s for one in decoders)
+        gaps = [one.batch.gaps.percentile(99.0) for one in decoders]
         return {
             "prefillers_busy": _shares([one.prompts.busy_s for one in prefillers], now_s),
             "decoders_busy": _shares([one.batch.busy_s for one in decoders], now_s),
             "mean_batch": _rounded(sum(one.batch.sequence_s for one in decoders) / busy_s) if busy_s else 0.0,
+            "token_gap_p99_s": _spread([gap for gap in gaps if gap is not None]),
         }
 
     def _use(self) -> dict[str, Any]:
@@ -297,6 +317,8 @@ class Simulation:
             **self._busy,
             "most_pages": max(one.most_pages for one in decoders),
             "pd_buffer_pages": self._plan.speed.pd_buffer_pages,
+            "given_way": self._fleet.num_given_way,
+            "kv_cache_tokens": self._plan.speed.kv_cache_tokens,
             "cached_share": _rounded(cached / (cached + read)) if cached + read else 0.0,
         }
 
@@ -305,11 +327,17 @@ def _shares(busy_s: list[float], of_s: float) -> dict[str, float | None]:
     """Returns the shares of `of_s` seconds in which the instances were busy."""
     if of_s <= 0.0:
         return {"mean": None, "least": None, "most": None}
-    shares = [each / of_s for each in busy_s]
+    return _spread([each / of_s for each in busy_s])
+
+
+def _spread(values: list[float]) -> dict[str, float | None]:
+    """Returns the mean of the instances' values, the least and the most."""
+    if not values:
+        return {"mean": None, "least": None, "most": None}
     return {
-        "mean": _rounded(sum(shares) / len(shares)),
-        "least": _rounded(min(shares)),
-        "most": _rounded(max(shares)),
+        "mean": _rounded(sum(values) / len(values)),
+        "least": _rounded(min(values)),
+        "most": _rounded(max(values)),
     }
 
 

@@ -38,9 +38,14 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Holds the seconds that a decoder's step takes, however few sequences it writes."""
     step_sequence_s: float = 0.000_100
     """Holds the seconds that each sequence adds to the step."""
+    step_token_s: float = 0.0
+    """Holds the seconds that each token which these sequences have so far, prompts included, adds to the step."""
     max_batch: int = 256
     """Holds the number of sequences that a decoder writes at once; the others wait, their KV in the PD buffer."""
 
+    kv_cache_bytes: int = 64 << 30
+    """Holds the bytes of a decoder's own KV cache, in which it writes answers, `kv_token_bytes` for each token. Where
+    there is none left, the latest answer gives way, and is read again when there is. With 0 there is always some."""
     pd_buffer_pages: int = 2048
     chunk_size: int = 256
     """Holds the number of tokens of a page."""
@@ -51,13 +56,14 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for name in ("prefill_batch_tokens", "max_batch", "pd_buffer_pages", "chunk_size", "link_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0")
-        for name in ("prefill_s", "prefill_token_s", "transfer_s", "step_s", "step_sequence_s", "overhead_s"):
+        steps = ("step_s", "step_sequence_s", "step_token_s")
+        for name in ("prefill_s", "prefill_token_s", "transfer_s", *steps, "overhead_s"):
             if getattr(self, name) < 0.0:
                 raise ValueError(f"{name} must not be negative")
         if self.step_s + self.step_sequence_s <= 0.0:
             raise ValueError("step_s and step_sequence_s: a step takes some time")
-        if self.kv_token_bytes < 0 or self.prefix_cache_tokens < 0:
-            raise ValueError("kv_token_bytes, prefix_cache_tokens must not be negative")
+        if self.kv_token_bytes < 0 or self.prefix_cache_tokens < 0 or self.kv_cache_bytes < 0:
+            raise ValueError("kv_token_bytes, kv_cache_bytes, prefix_cache_tokens must not be negative")
 
     def prefill_takes(self, num_tokens: int) -> float:
         """Returns the seconds that a batch of `num_tokens` tokens takes."""
@@ -67,8 +73,14 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Returns the seconds that the KV of `num_tokens` tokens takes on the link alone."""
         return self.kv_token_bytes * num_tokens / self.link_bytes_per_s
 
-    def step_takes(self, num_sequences: int) -> float:
-        return self.step_s + self.step_sequence_s * num_sequences
+    def step_takes(self, num_sequences: int, num_tokens: float = 0.0) -> float:
+        """Returns the seconds of a step of so many sequences, which have `num_tokens` tokens together."""
+        return self.step_s + self.step_sequence_s * num_sequences + self.step_token_s * num_tokens
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Returns how many tokens a decoder's KV cache has room for; 0 where there is always some."""
+        return self.kv_cache_bytes // self.kv_token_bytes if self.kv_token_bytes else 0
 
 
 def read_speed(path: Path) -> Speed:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from pdproxy.config.settings import Settings
 from pdproxy.config.values import DecodePolicy, RoutingPolicy
 from pdproxy.loadtest.slo import Objective, Slo
 from pdproxy.loadtest.sweep import Search
@@ -18,8 +19,10 @@ from pdproxy.simulate.simulation import Result, simulate
 Told = Callable[[str, Result], object]
 """A function that is told of every simulation: a label for it, and its result."""
 
-PREFILL_POLICIES: tuple[str, ...] = get_args(RoutingPolicy)
-DECODE_POLICIES: tuple[str, ...] = get_args(DecodePolicy)
+UNSIMULATED = frozenset({"cache_aware"})
+"""The policies that go by KV events, which simulated engines do not publish."""
+PREFILL_POLICIES: tuple[str, ...] = tuple(name for name in get_args(RoutingPolicy) if name not in UNSIMULATED)
+DECODE_POLICIES: tuple[str, ...] = tuple(name for name in get_args(DecodePolicy) if name not in UNSIMULATED)
 TOLERANCE = 0.05
 """The share of a knee's rate to which the search finds it."""
 UNLOADED = 0.1
@@ -230,3 +233,25 @@ def _ways_down(least: tuple[int, int]) -> Iterator[Callable[[tuple[int, int]], t
 
 def _step(num: int) -> int:
     return max(1, int(num * STEP_SHARE))
+
+
+# ── roles ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compare_roles(plan: Plan, tell: Told = _nobody) -> list[tuple[str, Result]]:
+    """Returns the results of the same traffic under every split of the plan's instances that stays as it is, and last
+    under the role controller, which begins with the plan's own split. Raises `SimulationError`."""
+    if plan.proxies > 1 or plan.faults:
+        raise SimulationError("roles: they change behind one proxy, and nothing happens to anybody meanwhile")
+    total, found = plan.prefillers + plan.decoders, []
+    for prefillers in range(1, total):
+        result = simulate(replace(plan, prefillers=prefillers, decoders=total - prefillers, settings=_led(plan, False)))
+        tell("fixed", result)
+        found.append((result.plan.name, result))
+    result = simulate(replace(plan, settings=_led(plan, True)))
+    tell("controller", result)
+    return [*found, (f"controller, from {plan.name}", result)]
+
+
+def _led(plan: Plan, is_led: bool) -> Settings:
+    return plan.settings.model_copy(update={"role_controller": is_led})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from pdproxy.simulate.figures import Figures
 from pdproxy.simulate.fit import Compared
 from pdproxy.simulate.simulation import Result
 from pdproxy.simulate.studies import Pair
@@ -53,6 +54,8 @@ def fleet_rows(result: Result) -> Rows:
         ["prefillers", share(use["prefillers_busy"]["mean"])],
         ["decoders", share(use["decoders_busy"]["mean"])],
         ["mean batch", f"{number(use['mean_batch'])} of {result.plan.speed.max_batch}"],
+        ["token gap p99", _range(use["token_gap_p99_s"])],
+        ["gave way", str(use["given_way"])],
         ["most pages", f"{use['most_pages']} of {use['pd_buffer_pages']}"],
         ["failed", share(figures.num_failed / figures.count if figures.count else None)],
     ]
@@ -70,6 +73,11 @@ def fleet_rows(result: Result) -> Rows:
     return ["", "value"], rows
 
 
+def _range(spread: Mapping[str, float | None]) -> str:
+    """Returns the least and the most of what decoders have."""
+    return f"{seconds(spread['least'])} to {seconds(spread['most'])}"
+
+
 def policy_rows(found: Sequence[tuple[Pair, Result]]) -> Rows:
     return ["policy (prefill/decode)", *_HEADS], [[str(pair), *_cells(result)] for pair, result in found]
 
@@ -81,6 +89,26 @@ def rate_rows(results: Sequence[Result]) -> Rows:
 def size_rows(results: Sequence[Result]) -> Rows:
     rows = [[result.plan.name, *_cells(result)] for result in results]
     return ["fleet", *_HEADS], rows
+
+
+def role_rows(found: Sequence[tuple[str, Result]]) -> Rows:
+    """Returns the table of splits: TTFT (p95) of each half, or of all, against the best split that stays as it is."""
+    num_halves = len(found[0][1].halves) or 1
+    ttfts = [[_ttft(figures) for figures in (result.halves or (result.figures,))] for _, result in found]
+    best = [min(each[half] for each in ttfts[:-1]) for half in range(num_halves)]
+    rows = []
+    for (name, result), each in zip(found, ttfts, strict=True):
+        cells = [cell for half in range(num_halves) for cell in (seconds(each[half]), f"{each[half] / best[half]:.2f}")]
+        rows.append([name, *cells, str(len(result.moves)), share(result.figures.num_failed / result.figures.count)])
+    parts = ("first half", "second half") if num_halves > 1 else ("",)
+    heads = [head for part in parts for head in (f"TTFT p95 {part}".strip(), "× best")]
+    return ["split", *heads, "moves", "failed"], rows
+
+
+def _ttft(figures: Figures) -> float:
+    """Returns the TTFT (p95) in seconds; a request that failed took for ever."""
+    value = figures.latencies["ttft"].percentile(95.0, figures.num_failed)
+    return math.inf if value is None else value
 
 
 def compared_rows(compared: Sequence[Compared]) -> Rows:

@@ -38,7 +38,7 @@ class Traffic:
     that asks what they say, over and over, at this rate.
 
     `burstiness` is that of gamma arrivals. `num_groups` above 0 is a number of prefixes: each prompt begins with one of
-    them, which is `shared_share` of it.
+    them, which is `shared_share` of it. `then` has the sizes of the second half of the requests, where the load turns.
     """
 
     sizes: Sizes
@@ -50,6 +50,7 @@ class Traffic:
     num_groups: int = 0
     shared_share: float = 0.5
     rows: Sequence[TraceRow] = ()
+    then: Sizes | None = None
 
     @cached_property
     def means(self) -> tuple[float, float]:
@@ -65,7 +66,7 @@ class Traffic:
 
     def questions(self, num: int, seed: int) -> Iterator[Question]:
         """Yields `num` questions, in the order in which they are due. In a closed loop they are due at 0."""
-        asked = self._from_trace() if self.rows else self._drawn(seed)
+        asked = self._from_trace() if self.rows else self._drawn(seed, num)
         groups = random.Random(f"{seed} groups")
         for index, (due_s, prompt, answer) in zip(range(num), asked, strict=False):
             if self.num_groups:
@@ -74,10 +75,11 @@ class Traffic:
             else:
                 yield Question(index, due_s, prompt, answer)
 
-    def _drawn(self, seed: int) -> Iterator[tuple[float, int, int]]:
+    def _drawn(self, seed: int, num: int) -> Iterator[tuple[float, int, int]]:
         dice = random.Random(f"{seed} lengths")
-        for due_s in self._times(seed):
-            prompt, answer = self.sizes.draw(dice)
+        for index, due_s in enumerate(self._times(seed)):
+            sizes = self.sizes if self.then is None or index < num // 2 else self.then
+            prompt, answer = sizes.draw(dice)
             yield due_s, prompt, answer
 
     def _times(self, seed: int) -> Iterator[float]:

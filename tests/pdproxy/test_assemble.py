@@ -14,6 +14,7 @@ from pdproxy.config.settings import Settings, load
 from pdproxy.engines.http.http1.client import Http1Client
 from pdproxy.engines.http.httpx_client import HttpxClient
 from pdproxy.errors import ConfigError
+from pdproxy.serve import Server
 
 PAIR: dict[str, Any] = {"prefill": ("http://p:1",), "decode": ("http://d:1",), "proxy_port": 0}
 CONFIG = {
@@ -113,3 +114,51 @@ def test_the_memory_budget_is_a_share_of_what_the_process_may_have(monkeypatch: 
     monkeypatch.setattr("pdproxy.assemble.allowed_bytes", lambda: 1 << 30)
     assert assemble(Settings(**PAIR)).memory.limit_bytes == 256 << 20
     assert assemble(Settings(**PAIR, max_body_bytes=1 << 30)).memory.share().take(2 << 30), "or more for a large body"
+
+
+@pytest.mark.parametrize(
+    ("url", "is_told"),
+    [
+        ("http://p:1/v1", True),
+        ("http://p:1/v1/", True),
+        ("http://p:1/engine/v1", True),
+        ("dns+http://prefill:1/v1", True),
+        ("http://p:1", False),
+        ("http://p:1/v10", False),
+        ("http://v1:1/engine", False),
+    ],
+)
+def test_a_url_with_v1_is_told(url: str, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    assemble(Settings(**PAIR | {"prefill": (url,)}))
+    assert (f"instances.url: that of 'prefill-0' is {url}; leave out /v1" in caplog.text) == is_told
+
+
+class Listener:
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._host, 9100
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "is_told"),
+    [
+        (["0.0.0.0"], {}, True),
+        (["::1", "10.0.0.7"], {}, True),
+        (["fe80::1%eth0"], {}, True),
+        (["127.0.0.1"], {}, False),
+        (["::1", "127.0.0.2"], {}, False),
+        (["0.0.0.0"], {"api_keys": ("a",)}, False),
+        (["0.0.0.0"], {"api_keys_file": "keys"}, False),
+    ],
+)
+def test_a_place_that_others_reach_without_a_key_is_told(
+    tmp_path: Path, hosts: list[str], options: dict[str, Any], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if "api_keys_file" in options:
+        options = {"api_keys_file": tmp_path / "keys"}
+        options["api_keys_file"].write_text("a\n")
+    server = Server(assemble(Settings(**PAIR, **options)))
+    server.tell_place("http", [Listener(host) for host in hosts])  # type: ignore[misc]
+    assert ("api_keys: there are none, so everybody who reaches 127.0.0.1:9100 may ask" in caplog.text) == is_told

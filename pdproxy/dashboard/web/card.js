@@ -35,8 +35,9 @@ class Card {
     say(this.queue, card.queue === undefined ? "" : `${numbers.format(card.queue)} waiting`);
     mark(this.queue, "any", String(card.queue > 0));
     say(this.more, moreOf(card));
-    show(this.bar, card.capacity > 0);
-    const share = card.capacity > 0 ? Math.min(1, card.held / card.capacity) : 0;
+    const [used, whole] = memoryOf(card);
+    show(this.bar, whole > 0);
+    const share = whole > 0 ? Math.min(1, used / whole) : 0;
     if (this.share !== share) {
       this.share = share;
       this.fill.style.setProperty("--share", share.toFixed(4));
@@ -51,9 +52,17 @@ function underWay(card) {
   return count(card.requests, "request");
 }
 
+/** [used, of how much, of what]: the pages that slots guard; where there are none, the KV cache in which it writes. */
+function memoryOf(card) {
+  if (card.capacity > 0) return [card.held, card.capacity, " pages"];
+  if (card.cache_tokens > 0) return [card.resident_tokens, card.cache_tokens, " tokens"];
+  return [0, 0, ""];
+}
+
 /** [amount, of what]; where there is little room, the amount alone is shown. */
 function loadOf(card) {
-  if (card.capacity > 0) return [`${numbers.format(card.held)} of ${numbers.format(card.capacity)}`, " pages"];
+  const [used, whole, noun] = memoryOf(card);
+  if (whole > 0) return [`${numbers.format(used)} of ${numbers.format(whole)}`, noun];
   return card.role === "prefill" ? [count(card.queued_tokens, "token"), " to read"] : [underWay(card), ""];
 }
 

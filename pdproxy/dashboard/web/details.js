@@ -206,6 +206,9 @@ function factsOf(card) {
     ["Calls to it under way", numbers.format(card.legs)],
     ["Tokens to read", numbers.format(card.queued_tokens)],
   ];
+  if (card.cache_tokens !== undefined) {
+    pairs.push(["Tokens in its KV cache", `${numbers.format(card.resident_tokens)} of ${numbers.format(card.cache_tokens)}`]);
+  }
   if (card.capacity !== undefined) {
     pairs.push(["Pages held", `${numbers.format(card.held)} of ${numbers.format(card.capacity)}`]);
     if (card.occupied !== undefined) pairs.push(["Pages in use there", numbers.format(card.occupied)]);

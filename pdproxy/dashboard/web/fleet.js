@@ -219,12 +219,18 @@ function verdict(proxy, cards, flow) {
   if (proxy.draining) return ["warn", `Shutting down, with ${count(flow.in_flight, "request")} under way`];
   if (cards.length === 0) return ["bad", "There are no instances"];
   if (!proxy.ready) return ["bad", `Requests are refused: ${lacks(cards)}`];
+  const [missing] = missingRoles(cards);
+  if (missing) return ["warn", `${missing === "prefill" ? "Decoders" : "Prefillers"} answer alone: ${lacks(cards)}`];
   if (well === cards.length) return ["well", cards.length === 2 ? "Both instances are ready" : `All ${cards.length} instances are ready`];
   return ["warn", `${well} of ${cards.length} instances are ready`];
 }
 
+function missingRoles(cards) {
+  return Object.keys(ROLES).filter((role) => !cards.some((card) => card.role === role && card.routable));
+}
+
 function lacks(cards) {
-  const missing = Object.keys(ROLES).filter((role) => !cards.some((card) => card.role === role && card.routable));
+  const missing = missingRoles(cards);
   if (missing.length === 2) return "no prefiller and no decoder takes any";
   if (missing.length === 1) return missing[0] === "prefill" ? "no prefiller takes any" : "no decoder takes any";
   return "prefillers and decoders have no model in common";

@@ -164,7 +164,7 @@ class EngineClient(Protocol):
         Raises `EngineUnreachable` (`EngineRefused`), `EngineBroken`.
         """
 
-    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+    async def get(self, path: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
         """Returns status and body. `path` may be a whole URL. Raises `EngineUnreachable` (`EngineRefused`),
         `EngineBroken`.
         """

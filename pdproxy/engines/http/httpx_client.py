@@ -252,15 +252,15 @@ class HttpxClient:
             self._given_up.discard(spare)
             self._count()
 
-    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+    async def get(self, path: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
         await self._descriptors.room()
         self._check_open()
         self._begin()
-        key = self._key if path.startswith("/") or urlsplit(path).netloc == self._netloc else None
+        key = self._key if path.startswith("/") or urlsplit(path).netloc == self._netloc else {}
         try:
             async with (  # httpx's limit is for connecting and for each read: whoever sends byte by byte keeps to it
                 asyncio.timeout(2 * timeout_s),
-                self._http.stream("GET", path, timeout=timeout_s, headers=key) as response,
+                self._http.stream("GET", path, timeout=timeout_s, headers={**key, **(headers or {})}) as response,
             ):
                 pieces = response.aiter_bytes()
                 return response.status_code, await read_whole(lambda: anext(pieces, b""), REPLY)

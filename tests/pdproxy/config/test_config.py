@@ -210,3 +210,34 @@ def test_a_variable_that_is_no_option_is_told() -> None:
             ("PDPROXY_MAX_QEUE", "did you mean PDPROXY_MAX_QUEUE?"),
         )
     ]
+
+
+def test_keys_from_a_file_with_one_per_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes gives a Secret's file as it is, with its line breaks."""
+    monkeypatch.setenv("PDPROXY_API_KEYS", "one\ntwo\r\n three ,four\n\n")
+    monkeypatch.setenv("PDPROXY_ADMIN_KEY", "operator\n")
+    monkeypatch.setenv("PDPROXY_ENGINE_API_KEY", " theirs\r\n")
+    settings = load(PAIR)
+    assert settings.api_keys == ("one", "two", "three", "four")
+    assert (settings.admin_key, settings.engine_api_key) == ("operator", "theirs")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("api_keys", "one\nsecret key", "key 2 of 2: a blank or a control character is within the key"),
+        ("api_keys", "secret\x00key", "key 1 of 1: a blank or a control character is within the key"),
+        ("api_keys", "secret\tkey", "and comments, names and limits go into api_keys_file"),
+        ("admin_key", "secret\nkey", "a blank or a control character is within the key; give a key without them"),
+        ("admin_key", " \n", "the key is empty; give one, or leave the option out"),
+        ("engine_api_key", "secret key", "a blank or a control character is within the key"),
+        ("engine_api_key", "secret-schlüssel", "the key has characters beyond ASCII; give a key without them"),
+        ("engine_api_key", "", "the key is empty"),
+    ],
+)
+def test_keys_that_no_client_could_show(tmp_path: Path, name: str, given: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*PAIR, f"--{name.replace('_', '-')}", given])
+    assert str(caught.value).startswith(f"{name}: ")
+    assert says in str(caught.value)
+    assert "secret" not in str(caught.value)

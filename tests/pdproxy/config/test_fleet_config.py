@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from pdproxy.assemble import events_addresses
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings, load
 from pdproxy.errors import ConfigError
@@ -133,6 +135,36 @@ def test_data_parallel_ranks_share_a_url() -> None:
         Settings(instances=(*ranks, twice, decoder)).fleet()
 
 
+def test_a_table_stands_for_all_ranks_of_an_engine() -> None:
+    whole = InstanceSettings(name="p", role="prefill", url="http://p:1", engine="vllm_nixl", data_parallel_size=3)
+    one = InstanceSettings(name="d0", role="decode", url="http://d:1", engine="vllm_nixl", data_parallel_size=1)
+    *ranks, decoder = Settings(instances=(whole, one)).fleet()
+    assert [(rank.name, rank.place) for rank in ranks] == [(f"p/{i}", ("http://p:1", i)) for i in range(3)]
+    assert decoder == one
+    third = ranks[2].model_copy(update={"name": "again"})
+    with pytest.raises(ConfigError, match=r"http://p:1 \(data-parallel rank 2\)' is used more than once"):
+        Settings(instances=(whole, third, one)).fleet()
+    with pytest.raises(
+        ValueError, match="data_parallel_rank counts from 0, so it must be less than data_parallel_size"
+    ):
+        InstanceSettings(
+            name="p", role="prefill", url="http://p:1", engine="sglang", data_parallel_size=3, data_parallel_rank=3
+        )
+
+
+def test_ranks_of_instances_that_flags_name() -> None:
+    flags = ["--prefill", "http://p:1,http://p:2", "--decode", "dns+http://d:1", "--decode-data-parallel-size", "4"]
+    settings = load([*flags, "--engine", "vllm_nixl", "--prefill-data-parallel-size", "2"])
+    assert [one.name for one in settings.fleet()] == ["prefill-0/0", "prefill-0/1", "prefill-1/0", "prefill-1/1"]
+    assert [one.data_parallel_size for one in settings.services()] == [4]
+    found = settings.found(InstanceSettings(name="pod", role="decode", url="http://pod:1", engine="vllm_nixl"))
+    assert [one.name for one in found.ranks()] == ["pod/0", "pod/1", "pod/2", "pod/3"]
+    with pytest.raises(
+        ConfigError, match="decode_data_parallel_size is for mooncake and sglang and vllm_nixl, and 'decode-0'"
+    ):
+        load(["--prefill", "http://p:1", "--decode", "http://d:1", "--decode-data-parallel-size", "2"]).fleet()
+
+
 def test_one_rank_and_all_ranks_of_an_engine() -> None:
     whole = InstanceSettings(name="p", role="prefill", url="http://p:1/", engine="vllm_nixl")
     second = whole.model_copy(update={"name": "p1", "url": "http://p:1", "data_parallel_rank": 1})
@@ -169,3 +201,51 @@ def test_the_files_engine_is_that_of_the_tables_that_name_none(tmp_path: Path, f
     assert [one.engine for one in load(["--config", str(file), *flags]).instances] == [kind, kind, "sglang"]
     file.write_text(file.read_text().partition("\n")[2])
     assert [one.engine for one in load(["--config", str(file)]).instances] == ["builtin", "builtin", "sglang"]
+
+
+def test_addresses_of_kv_events() -> None:
+    """By the table, each rank at the port after the one before; or by the options, at the host of the url."""
+    table = InstanceSettings(
+        name="p",
+        role="prefill",
+        url="http://10.0.0.1:8100",
+        engine="vllm_nixl",
+        kv_events="tcp://10.0.0.9:5557",
+        kv_events_replay="tcp://[fd00::1]:5657",
+        data_parallel_size=2,
+    )
+    assert [rank.events_addresses(1, 2) for rank in table.ranks()] == [
+        ("tcp://10.0.0.9:5557", "tcp://[fd00::1]:5657"),
+        ("tcp://10.0.0.9:5558", "tcp://[fd00::1]:5658"),
+    ]
+    for url, host in (("http://10.0.0.1:8100", "10.0.0.1"), ("http://[fd00::2]:8100", "[fd00::2]")):
+        flag = InstanceSettings(name="d", role="decode", url=url, engine="vllm_nixl", data_parallel_rank=3)
+        assert flag.events_addresses(None, None) is None
+        assert flag.events_addresses(5557, None) == (f"tcp://{host}:5560", None)
+        assert flag.events_addresses(5557, 5657) == (f"tcp://{host}:5560", f"tcp://{host}:5660")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "10.0.0.1:5557",
+        "tcp://*:5557",
+        "tcp://10.0.0.1",
+        "tcp://10.0.0.1:0",
+        "tcp://h:65536",
+        "ipc:///x",
+        "tcp://a b:1",
+        "",
+    ],
+)
+@pytest.mark.parametrize("field", ["kv_events", "kv_events_replay"])
+def test_addresses_that_are_none(field: str, address: str) -> None:
+    with pytest.raises(ValidationError, match=rf"{field}\n.*is not tcp://HOST:PORT"):
+        InstanceSettings.model_validate({"name": "p", "role": "prefill", "url": "http://h:1", field: address})
+
+
+def test_a_replay_needs_events() -> None:
+    with pytest.raises(ValidationError, match="kv_events_replay needs kv_events"):
+        InstanceSettings(name="p", role="prefill", url="http://h:1", kv_events_replay="tcp://h:1")
+    with pytest.raises(ConfigError, match="kv_events_replay_port: needs kv_events_port"):
+        events_addresses(Settings(kv_events_replay_port=5657))

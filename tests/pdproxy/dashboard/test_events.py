@@ -66,7 +66,7 @@ async def test_a_request_under_way_and_its_pages() -> None:
         assert (picture["flow"]["in_flight"], picture["flow"]["now"]) == (1, {"first_byte": 1})
         assert picture["fleet"]["decode/decode-0"]["legs"] == 1
         busy = {card["name"]: card["requests"] for card in picture["fleet"].values()}
-        assert busy == {"prefill-0": 1, "decode-0": 1}, "as the row says, whoever has a leg of it just now"
+        assert busy == {"prefill-0": 0, "decode-0": 1}, "the prefiller has done its part"
         house.decoder.let_go("decode")
         await call.done()
 
@@ -115,7 +115,7 @@ async def test_death_and_return_of_a_decoder_are_events(monkeypatch: pytest.Monk
     """By itself it looks only once in a long while here."""
     monkeypatch.setattr(feed_module, "EVERY_S", 60.0)
     monkeypatch.setattr(feed_module, "GAP_S", 0.01)
-    async with proxy_in_front_of() as house:
+    async with proxy_in_front_of(when_no_decoder="refuse") as house:
         call = look(house)
         await until(lambda: card(call, "decode/decode-0").get("word") == "ready")
         client, instance = house.client_of(house.decoder), house.proxy.pool.instances[1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pdproxy.dashboard.first_tokens import LEAST, first_token_facts, waits_s
 from pdproxy.openai.request import COMPLETIONS
 from pdproxy.telemetry.attempt_record import AttemptRecord, Path, Phase
-from pdproxy.telemetry.record import Outcome, Recent, RequestRecord
+from pdproxy.telemetry.observer import Recent
+from pdproxy.telemetry.record import Outcome, RequestRecord
 
 
 class Clock:

@@ -322,7 +322,7 @@ async def removes_who_is_at_work_by_keys(page: Page, proxy: Proxy) -> None:
     await page.until(has_word("decode-0", "leaving"), SOON_S)
     await page.until(says("#done", "decode-0 was removed, and leaves when its answers have ended."), SOON_S)
     instance.leg_finished(era, "ok")
-    await page.until(says("#verdict", "no decoder takes any"), SOON_S)
+    await page.until(says("#verdict", "Prefillers answer alone: no decoder takes any"), SOON_S)
     await page.until(f"!({card_of('decode-0')})", SOON_S)
     await page.until("document.activeElement.classList.contains('card')", SOON_S)
     assert "prefill-0" in await focused(page), "where there still is somebody"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pdproxy.admission.room import UNKNOWN_CACHE, KvCache
 from pdproxy.engines.adapter import AttemptInfo, Call, MalformedReply, ReleaseCall
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.engines.info import Receiver
@@ -50,6 +51,17 @@ def test_a_prefiller_has_no_buffer_to_tell_of() -> None:
     told = msgspec.structs.replace(FACTS, role="prefill", num_pages=0, num_free=0)
     facts = ADAPTER.read_facts({"/kv_buffer": msgspec.json.encode(told), "/v1/models": CARDS})
     assert facts.num_occupied is None
+
+
+def test_an_engine_tells_of_the_kv_cache_in_which_it_writes() -> None:
+    told = msgspec.structs.replace(FACTS, num_cache_pages=40, num_cache_free=30)
+    waits = msgspec.structs.replace(told, num_cache_waiting=1)
+    prefiller = msgspec.structs.replace(told, role="prefill")
+    known = KvCache(10240, 256, 2560, False)
+    expected = [known, KvCache(10240, 256, 2560, True), known, UNKNOWN_CACHE]
+    for one, cache in zip((told, waits, prefiller, FACTS), expected, strict=True):
+        answers = {"/kv_buffer": msgspec.json.encode(one), "/v1/models": CARDS}
+        assert ADAPTER.read_facts(answers).cache == cache
 
 
 def test_a_decoder_that_tells_less_is_understood() -> None:

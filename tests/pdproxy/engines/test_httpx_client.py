@@ -138,8 +138,7 @@ async def test_an_answer_without_end_is_given_up(make: Make) -> None:
         leg.close()
         with pytest.raises(ReplyTooLarge, match="larger than 67108864 bytes"):
             await client.get("/metrics", timeout_s=10)
-        for wire in peer.wires:
-            await wire.gone()
+        await peer.served()
 
 
 async def test_an_answer_in_tiny_pieces_is_put_together(make: Make) -> None:

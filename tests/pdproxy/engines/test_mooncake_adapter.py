@@ -18,8 +18,8 @@ QUERY = "http://10.0.0.1:8998/query"
 PREFILLER = MooncakeAdapter("prefill", bootstrap="10.0.0.1:8998")
 DECODER = MooncakeAdapter("decode", bootstrap=None)
 METRICS = (
-    b'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="401"} 1.0\n'
-    b'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="1",num_gpu_blocks="301"} 1.0\n'
+    b'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="802"} 1.0\n'
+    b'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="1",num_gpu_blocks="602"} 1.0\n'
     b"process_start_time_seconds 1.7e+09\n"
 )
 ENGINES = {

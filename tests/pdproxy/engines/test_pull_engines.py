@@ -480,6 +480,7 @@ async def test_decoder_before_032_is_made_to_pull(monkeypatch: pytest.MonkeyPatc
 
 async def test_two_ranks_behind_one_address() -> None:
     prefiller, decoder = FakeNixl("prefill"), FakeNixl("decode")
+    prefiller.num_ranks = decoder.num_ranks = 2
     instances = tuple(
         InstanceSettings(name=f"{role}-{rank}", role=role, url=url, engine="vllm_nixl", data_parallel_rank=rank)
         for role, url in (("prefill", "http://p0:1"), ("decode", "http://d0:1"))

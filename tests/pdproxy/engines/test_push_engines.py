@@ -58,6 +58,20 @@ def outcomes(house: Harness) -> dict[str, int]:
     return {name: number for name, number in statistics.items() if number and name != "adopted"}
 
 
+@pytest.mark.parametrize(("role", "status"), [("prefill", 200), ("decode", 503)])
+async def test_who_is_left_answers_alone_but_a_prefiller_of_lmcache_does_not(
+    model: Path, role: str, status: int
+) -> None:
+    """A request that names no decoder would end it."""
+    async with lmcache_pair(model) as house:
+        number = 0 if role == "prefill" else 1
+        house.clients[number].is_up = False
+        house.proxy.pool.instances[number].lost("switched off")
+        answer = await house.post(prompt="a b c d e")
+        assert answer.status == status
+        assert house.prefiller.generations() == []
+
+
 # ── one answer of two engines ───────────────────────────────────────────────────────────────────────────────────────
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pdproxy.admission.room import UNKNOWN_CACHE, KvCache
 from pdproxy.engines.adapter import AttemptInfo, MalformedReply, ReleaseCall, ReleaseMode
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.sglang import SglangAdapter
@@ -184,6 +185,23 @@ def test_facts_of_a_decoder() -> None:
     assert (facts.role, facts.num_pages, facts.bootstrap) == ("decode", 0, None)
 
 
+@pytest.mark.parametrize(
+    ("info", "rank", "cache"),
+    [
+        ({}, None, UNKNOWN_CACHE),
+        ({"max_total_num_tokens": 6400}, None, KvCache(6400, 64)),
+        ({"max_total_num_tokens": 6400, "dp_size": 4}, None, KvCache(25600, 64)),
+        ({"max_total_num_tokens": 6400, "dp_size": 4}, 2, KvCache(6400, 64)),
+        ({"max_total_num_tokens": 6400, "page_size": None}, None, KvCache(6400, 1)),
+    ],
+)
+def test_the_kv_cache_of_a_decoder(info: dict[str, Any], rank: int | None, cache: KvCache) -> None:
+    adapter = SglangAdapter("decode", bootstrap=None, max_rooms=None, data_parallel_rank=rank)
+    told = answers(internal_states=[{"disaggregation_mode": "decode"}], **info)
+    assert adapter.read_facts(told).cache == cache
+    assert PREFILLER.read_facts(answers(**info)).cache == UNKNOWN_CACHE
+
+
 def test_a_role_is_what_it_is_now() -> None:
     """An engine may be made the other while it runs; what it was started as is of no interest then."""
     switched = answers(internal_states=[{"disaggregation_mode": "decode", "effective_max_running_requests_per_dp": 8}])
@@ -212,6 +230,13 @@ def test_rooms(info: dict[str, Any], max_rooms: int | None, rank: int | None, ro
     adapter = SglangAdapter("prefill", bootstrap="h", max_rooms=max_rooms, data_parallel_rank=rank)
     facts = adapter.read_facts(answers(**info))
     assert (facts.num_pages, facts.data_parallel_rank) == (rooms, rank)
+
+
+def test_a_number_of_ranks_that_is_not_the_engines() -> None:
+    adapter = SglangAdapter("prefill", bootstrap="h", data_parallel_rank=1, data_parallel_size=2)
+    assert adapter.read_facts(answers(dp_size=2)).num_ranks == 2
+    with pytest.raises(MalformedReply, match="its dp_size is 4, and data_parallel_size is 2"):
+        adapter.read_facts(answers(dp_size=4))
 
 
 def test_a_prefiller_that_says_no_number_of_rooms() -> None:

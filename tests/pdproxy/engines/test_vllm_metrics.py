@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
 import pytest
 
+from pdproxy.admission.room import UNKNOWN_CACHE, KvCache
 from pdproxy.engines.adapter import MalformedReply
-from pdproxy.engines.vllm_metrics import read_metrics
+from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
 
 
 def config(engine: int, blocks: str = "400", block_size: str = "32") -> str:
@@ -29,14 +38,36 @@ PAGE = (
 
 def test_the_first_rank_where_none_is_named_and_the_fullest_ones_usage() -> None:
     metrics = read_metrics(PAGE)
-    assert (metrics.num_gpu_blocks, metrics.block_size, metrics.usage) == (400, 32, 0.125)
+    assert (metrics.num_gpu_blocks, metrics.block_size, metrics.usage) == (200, 32, 0.125)
+    assert metrics.num_ranks == 2
     assert metrics.process_start == "1.79520153208e+09"
     assert metrics.labels["cache_dtype"] == "auto"
 
 
 def test_each_rank_has_its_own_numbers() -> None:
     metrics = read_metrics(PAGE, 1)
-    assert (metrics.num_gpu_blocks, metrics.usage, metrics.process_start) == (200, 0.125, "1.79520153208e+09")
+    assert (metrics.num_gpu_blocks, metrics.usage, metrics.process_start) == (100, 0.125, "1.79520153208e+09")
+
+
+def test_ranks_are_counted_among_those_behind_the_address() -> None:
+    """A page of vLLM's hybrid load balancing has the ranks of one machine, by their numbers in the whole deployment."""
+    page = "".join(f'{config(rank)}vllm:kv_cache_usage_perc{{engine="{rank}"}} 0.{rank}\n' for rank in (10, 8, 9, 11))
+    assert [read_metrics(page.encode(), rank, 4).usage for rank in range(4)] == [0.8, 0.9, 0.10, 0.11]
+    with pytest.raises(MalformedReply, match="4 data-parallel ranks, and data_parallel_rank is 4"):
+        read_metrics(page.encode(), 4)
+    with pytest.raises(MalformedReply, match="4 data-parallel ranks, and data_parallel_size is 8"):
+        read_metrics(page.encode(), 1, 8)
+
+
+def test_tokens_are_counted_where_the_start_is_not_told() -> None:
+    counts = "".join(
+        f'vllm:{what}_tokens_total{{engine="{rank}",model_name="tiny"}} {number}\n'
+        for what, numbers in (("prompt", (100.0, 1.5e3)), ("generation", (7.0, 8.0)))
+        for rank, number in enumerate(numbers)
+    )
+    page = config(0) + config(1) + counts
+    assert read_metrics(page.encode(), 1).counts == (1600.0, 15.0)
+    assert read_metrics(PAGE + counts.encode()).counts == ()
 
 
 @pytest.mark.parametrize(
@@ -47,6 +78,60 @@ def test_each_rank_has_its_own_numbers() -> None:
 def test_the_blocks_that_a_rank_can_use(blocks: str, tokens: str, usable: int) -> None:
     page = config(0, blocks).replace('engine="0"', f'engine="0",kv_cache_size_tokens="{tokens}"')
     assert read_metrics(page.encode()).num_usable_blocks == usable
+
+
+def test_api_servers_tell_their_counts_together_and_no_start(tmp_path: Path) -> None:
+    """Whichever of them is asked. The next vLLM has a folder of its own for its counts."""
+
+    def ask(server: subprocess.Popen[str], num_tokens: int = 0) -> VllmMetrics:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        print(num_tokens, file=server.stdin, flush=True)
+        return read_metrics(json.loads(server.stdout.readline()).encode())
+
+    with ExitStack() as stack:
+        first, second, restarted = (
+            stack.enter_context(api_server(tmp_path / folder)) for folder in ("first", "first", "second")
+        )
+        counts = [
+            ask(server, num_tokens).counts for server, num_tokens in ((first, 7), (second, 0), (second, 5), (first, 0))
+        ]
+        assert counts == [(7.0, 1.0), (7.0, 1.0), (12.0, 2.0), (12.0, 2.0)]
+        metrics = ask(first)
+        assert (metrics.process_start, metrics.num_gpu_blocks, metrics.usage) == (None, 65, 0.25)
+        assert ask(restarted).counts == (0.0, 0.0)
+
+
+@contextmanager
+def api_server(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "tests.helpers.api_servers"]
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        yield server
+
+
+def test_a_decoders_kv_cache_in_tokens() -> None:
+    page = config(0, "101") + "vllm:kv_cache_usage_perc 0.5\n"
+    assert read_metrics(page.encode()).cache == KvCache(3200, 32, 1600, is_queueing=False)
+    page += 'vllm:num_requests_waiting{engine="0"} 2.0\n'
+    assert read_metrics(page.encode()).cache == KvCache(3200, 32, 1600, is_queueing=True)
+    assert read_metrics(config(0, "101").encode()).cache == KvCache(3200, 32, None)
+    assert read_metrics(f"{config(0)}vllm:num_requests_waiting NaN\n".encode()).num_waiting == 0
+
+
+def test_the_kv_cache_of_one_rank_and_of_all_ranks_where_none_is_named() -> None:
+    ranks = ((0, "0.25", 0), (1, "0.5", 3))
+    page = "".join(config(n, "202").replace('engine="', 'kv_cache_size_tokens="3232",engine="') for n, *_ in ranks)
+    page += "".join(f'vllm:kv_cache_usage_perc{{engine="{n}"}} {share}\n' for n, share, _ in ranks)
+    page += "".join(f'vllm:num_requests_waiting{{engine="{n}"}} {num}.0\n' for n, _, num in ranks)
+    assert read_metrics(page.encode(), 0).cache == KvCache(3200, 32, 800, is_queueing=False)
+    assert read_metrics(page.encode(), 1).cache == KvCache(3200, 32, 1600, is_queueing=True)
+    assert read_metrics(page.encode()).cache == KvCache(6400, 32, 2400, is_queueing=True)
+
+
+def test_a_kv_cache_without_blocks_to_use_is_not_known() -> None:
+    assert read_metrics(config(0, "1").encode()).cache == UNKNOWN_CACHE
 
 
 def test_what_need_not_be_there() -> None:
@@ -92,5 +177,5 @@ def test_pages_without_a_capacity(page: bytes) -> None:
 
 
 def test_a_rank_that_is_not_there() -> None:
-    with pytest.raises(MalformedReply, match="of engine 2"):
+    with pytest.raises(MalformedReply, match="2 data-parallel ranks, and data_parallel_rank is 2"):
         read_metrics(PAGE, 2)

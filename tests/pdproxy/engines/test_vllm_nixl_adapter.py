@@ -305,7 +305,7 @@ def test_a_version_that_tells_no_tokens() -> None:
 
 def test_only_its_own_rank_counts() -> None:
     ranked = VllmNixlAdapter("prefill", data_parallel_rank=1)
-    with pytest.raises(MalformedReply, match="of engine 1"):
+    with pytest.raises(MalformedReply, match="it has 1 data-parallel rank, and data_parallel_rank is 1"):
         ranked.read_facts(answers())
 
 

@@ -70,7 +70,7 @@ def test_an_engine_of_another_kind_is_not_taken_for_it(cards: bytes) -> None:
 
 def test_a_rank_that_others_have_is_missed() -> None:
     page = b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="65"} 1\n'
-    with pytest.raises(MalformedReply, match="engine 3"):
+    with pytest.raises(MalformedReply, match="it has 1 data-parallel rank, and data_parallel_rank is 3"):
         CacheReader(GivenCache("x"), 3).read(page, CARDS)
 
 

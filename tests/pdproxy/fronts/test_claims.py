@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -157,6 +158,23 @@ async def test_an_orphan_is_handed_on(clock: Clock, leaders: Iterator[LeaderEnd]
     assert front.admission.num_held == 0, "the front has heard that its pages came back"
 
 
+async def test_an_orphan_of_the_time_between_two_leaders_is_handed_on(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    """The next leader is there, and has not told of the fleet yet."""
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    await granted(front, "a", 3)
+    second = next(leaders)
+    await asyncio.sleep(0)  # its reaper is at work
+    front.connect(second, 2)
+    second.look_at_all(d0=3)
+    front.end("a", way=Way(over_after_s=20.0))
+    front.deliver()
+    assert len(second.decoders[0].account.orphans) == 1  # type: ignore[union-attr]
+    assert front.admission.num_held == 1, "the leader after that one hears of it, too"
+
+
 async def test_what_is_said_of_pages_whose_owner_was_not_heard_of_yet_is_not_lost(
     clock: Clock, leaders: Iterator[LeaderEnd]
 ) -> None:
@@ -184,6 +202,83 @@ async def test_pages_of_a_process_that_has_ended_are_not_claimed(clock: Clock, l
     front.connect(second, 2)
     second.look_at_all()
     front.deliver()
+    assert second.decoders[0].held == 0
+    assert front.lease_of("a").is_returned
+
+
+async def test_an_attempt_whose_prefiller_has_left_is_claimed(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """It needs it no more: the KV is at the decoder."""
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    await granted(front, "a", 3)
+    held = front.admission._held["a"]
+    held.peer.unbound("a")
+    held.peer = SimpleNamespace(number=99)  # the next leader has nobody of this number
+    second = next(leaders)
+    front.connect(second, 2)
+    second.look_at_all(d0=3)
+    front.deliver()
+    assert second.decoders[0].held == 3
+
+
+async def test_an_attempt_is_claimed_by_a_leader_that_has_no_such_prefiller(
+    clock: Clock, leaders: Iterator[LeaderEnd]
+) -> None:
+    """That one has left, or has another role by now; the attempt goes on at the decoder, with its pages there."""
+    front = FrontEnd(clock)
+    await begin(leaders, front)
+    await granted(front, "a", 3)
+    front.admission._held["a"].peer.unbound("a")
+    front.lease_of("a").step(Custody.READY)
+    second = next(leaders)
+    await asyncio.sleep(0)  # its reaper is at work
+    second.pool.take_out("p0")
+    second.pool.let_go()
+    second.prefiller = second.join("p1", "prefill")
+    front.connect(second, 2)
+    second.look_at_all(d0=3)
+    front.deliver()
+    decoder = second.decoders[0]
+    assert (decoder.held, decoder.num_attempts) == (3, 1)
+    front.admission.abandon(front.lease_of("a"), Way(over_after_s=20.0))
+    front.deliver()
+    assert len(decoder.account.orphans) == 1  # type: ignore[union-attr]
+    assert not front.lease_of("a").is_returned
+
+
+@pytest.mark.parametrize("is_heard_first", [True, False])
+async def test_a_leader_that_saw_no_restart_takes_the_claims_of_one_that_did(
+    clock: Clock, leaders: Iterator[LeaderEnd], is_heard_first: bool
+) -> None:
+    """Where only counts tell one process from the next, the first leader has another epoch for the second process than
+    a leader that has seen no other."""
+
+    def hear(leader: LeaderEnd, *counts: float) -> None:
+        told = facts("decode", num_pages=4, num_free=4)
+        leader.decoders[0].heard(
+            replace(told, epoch=None, counts=counts, num_occupied=None), leader.decoders[0].asked()
+        )
+        leader.decoders[0].proven()
+        leader.hub.tell_news()
+        front.deliver()
+
+    front = FrontEnd(clock)
+    first = await begin(leaders, front)
+    for counts in ((5.0, 1.0), (0.0, 0.0), (7.0, 1.0)):
+        hear(first, *counts)
+    await granted(front, "a", 3)
+    second = next(leaders)
+    if is_heard_first:
+        hear(second, 9.0, 1.0)
+    front.connect(second, 2)
+    front.deliver()
+    hear(second, 9.0, 1.0)
+    assert second.decoders[0].epoch != first.decoders[0].epoch
+    assert second.decoders[0].held == 3
+    assert not front.lease_of("a").is_returned
+    hear(second, 9.0, 2.0)
+    assert second.decoders[0].held == 3
+    hear(second, 0.0, 0.0)
     assert second.decoders[0].held == 0
     assert front.lease_of("a").is_returned
 
@@ -299,6 +394,24 @@ async def test_requests_wait_for_instances_that_only_the_leader_before_knew_to_b
     second.hub.tell_news()
     front.deliver()
     assert [one.is_ready for one in front.pool.instances] == [True, False]
+
+
+async def test_the_next_leader_knows_who_was_proven_alone_only(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:
+    """Else it would take the way of that instance's KV for proven, and no canary would try it."""
+    front = FrontEnd(clock)
+    first = await begin(leaders, front)
+    first.decoders[0].proven(is_alone=True)
+    first.hub.tell_news()
+    front.deliver()
+    second = next(leaders)
+    front.connect(second, 2)
+    front.deliver()
+    for one in (second.prefiller, *second.decoders):
+        one.heard(facts(one.role, epoch=f"{one.name} 1"), one.asked())
+    assert [(one.name, one.is_ready, one.is_proven_alone) for one in second.pool.instances] == [
+        ("p0", True, False),
+        ("d0", True, True),
+    ]
 
 
 async def test_nothing_is_sent_for_what_a_leader_before_has_granted(clock: Clock, leaders: Iterator[LeaderEnd]) -> None:

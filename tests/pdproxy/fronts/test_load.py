@@ -146,12 +146,26 @@ async def test_tokens_count_from_the_grant_on(clock: Clock) -> None:
     front.deliver()
     seen = mirrored(front, leader.prefiller)
     assert leader.prefiller.queued_tokens == seen.queued_tokens == 40
-    with seen.prefilling(40):
+    with seen.prefilling(40, "a"):
+        assert seen.queued_tokens == 40
         era = seen.leg_started("a")
         assert seen.queued_tokens == 40
         front.deliver()
         assert leader.prefiller.queued_tokens == 40
     seen.leg_finished(era, "ok")
+    front.deliver()
+    assert leader.prefiller.queued_tokens == seen.queued_tokens == 0
+
+
+async def test_a_leg_that_is_longer_than_was_thought_counts_in_full(clock: Clock) -> None:
+    leader, front = await connected(clock)
+    front.ask("a", 1, num_tokens=40)
+    front.deliver()
+    seen = mirrored(front, leader.prefiller)
+    with seen.prefilling(50, "a"):
+        front.deliver()
+        assert leader.prefiller.queued_tokens == seen.queued_tokens == 50
+    seen.unbound("a")
     front.deliver()
     assert leader.prefiller.queued_tokens == seen.queued_tokens == 0
 

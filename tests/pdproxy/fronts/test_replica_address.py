@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from pdproxy.fronts import messages
 from pdproxy.fronts.replica import Replica
 from pdproxy.fronts.workers import Workers
 from tests.e2e.cluster import free_ports
+from tests.fakes.kubernetes_api import kubeconfig
 from tests.pdproxy.server.test_serve_process import command, start
 
 FLEET: dict[str, Any] = {"prefill": ("http://127.0.0.1:1",), "decode": ("http://127.0.0.1:2",)}
@@ -47,6 +49,25 @@ def test_a_replica_is_advertised_where_it_listens() -> None:
         host, port = one.place
         assert one.address == f"{host}:{port}"
         assert port != 0
+
+
+def test_a_store_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*place: Any, **more: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    says = r"coordinator: nosuch.invalid has no address .*not known; correct the host, or give replica_host"
+    with pytest.raises(ConfigError, match=says):
+        Replica(Settings(**FLEET, coordinator="redis://nosuch.invalid:6379"))
+
+
+def test_a_replica_listens_where_it_reaches_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightkube")
+    for server in ("https://127.0.0.1:6443", "http://127.0.0.1"):
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server)))
+        one = Replica(Settings(**FLEET, coordinator="kubernetes://llm/pdproxy"))
+        assert one.place[0] == "127.0.0.1"
+        one._held.close()
 
 
 def test_a_replica_behind_nat_is_advertised_elsewhere_and_its_own_fronts_go_straight_to_it() -> None:

@@ -20,6 +20,7 @@ from pdproxy.inspection.fleet_check import FleetCheck
 from pdproxy.inspection.pairs import choose_pairs
 from tests.fakes.fake_engine import FakeClient, FakeEngine, FakeReply, error_reply, json_reply
 from tests.fakes.raw_peer import Wire, raw_peer
+from transfer.trust import NOT_SIGNED
 
 QUICK = {"probe_timeout_s": 0.3, "canary_timeout_s": 1.0, "connect_timeout_s": 0.3}
 
@@ -166,6 +167,18 @@ async def test_another_kind_of_engine() -> None:
     assert "vLLM 0.32.0" in found.why
 
 
+async def test_a_url_with_v1() -> None:
+    engines = one_pair()
+    engines[0].fail_at["/kv_buffer"] = error_reply(404, "no")
+    fleet = Fleet(engines, {"prefill-0": {"url": "http://prefill0:1/v1"}})
+    fleet.clients["http://prefill0:1/v1"] = fleet.clients["http://prefill0:1"]
+    report = await fleet.checked()
+    found = next(one for one in report.findings if one.problem == "unlike_its_kind")
+    assert (
+        found.what_to_do == "leave out /v1 at the end of `url`: the proxy adds it itself, and /health is not below it"
+    )
+
+
 @pytest.mark.parametrize("signals", ["failed", "lost"])
 async def test_kv_does_not_arrive(signals: str) -> None:
     engines = one_pair()
@@ -174,6 +187,18 @@ async def test_kv_does_not_arrive(signals: str) -> None:
     assert problems(report) == [("kv_lost", ("prefill-0", "decode-0"))]
     assert "127.0.0.1:7300" in report.findings[0].what_to_do
     assert not engines[1].pages, "the check has left pages at the decoder"
+
+
+@pytest.mark.parametrize(("key", "words"), [(None, "this check has none"), ("0f" * 32, "this check has another one")])
+async def test_decoders_with_a_key_are_told_once_each(key: str | None, words: str) -> None:
+    """A check without the fleet's key can try nothing, and says that, and not that KV is lost."""
+    engines = [FakeEngine("prefill"), FakeEngine("prefill"), FakeEngine("decode"), FakeEngine("decode")]
+    for engine in engines:
+        engine.takes_kv, engine.refuses_kv = False, NOT_SIGNED
+    report = await Fleet(engines).checked(attempt_key=key)
+    assert sorted(problems(report)) == [("key", ("decode-0",)), ("key", ("decode-1",))]
+    assert words in report.findings[0].why
+    assert "--attempt-key-file" in report.findings[0].what_to_do
 
 
 @pytest.mark.parametrize("point", ["prefill", "prefill_done", "decode", "first"])

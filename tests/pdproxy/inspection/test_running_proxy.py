@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,18 +41,6 @@ PAGE: dict[str, Any] = {
     "replica": {"name": "east", "leads": True, "term": 4, "fronts": [{"replica": "east", "pid": 7, "silent_s": 0.1}]},
     "workers": [{"worker": 0, "pid": 9, "state": "serving", "attempts": 3}],
 }
-
-
-@pytest.fixture(autouse=True)
-def log_as_before() -> Iterator[None]:
-    """Commands send the log of this process elsewhere."""
-    root = logging.getLogger()
-    before, level, hook = root.handlers[:], root.level, sys.excepthook
-    yield
-    root.handlers[:] = before
-    root.setLevel(level)
-    sys.excepthook = hook
-    logging.captureWarnings(False)
 
 
 @contextmanager
@@ -170,6 +156,15 @@ def test_a_check_of_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "--max-pairs" in told
     assert "--attempt-key-file" in told
+
+
+def test_mistakes_in_a_configuration_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command's log tells errors alone, and what it would warn of is in the report."""
+    engines = ["--prefill", "http://169.254.1.1:1", "--decode", "http://127.0.0.1:2", "--connect-timeout-s", "0.2"]
+    assert exit_status(app, "pdproxy", ["check", *engines, "--probe-timeout-s", "0.2", "--json"]) == 1
+    told = capsys.readouterr()
+    assert "configuration" in {one["problem"] for one in json.loads(told.out)["findings"]}
+    assert told.err.count("link-local") == 1
 
 
 def test_a_fleet_takes_from_the_options_what_the_page_does_not_tell() -> None:

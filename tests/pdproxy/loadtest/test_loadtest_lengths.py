@@ -8,7 +8,7 @@ from statistics import fmean, median
 import pytest
 
 from pdproxy.loadtest.errors import WorkloadError
-from pdproxy.loadtest.lengths import Drawn, Fixed, Independent, Lengths, LogNormal, Uniform, parse_lengths
+from pdproxy.loadtest.lengths import Drawn, Fixed, Independent, Lengths, LogNormal, Mixed, Uniform, parse_lengths
 
 
 def drawn(lengths: Lengths, num: int = 5000) -> list[int]:
@@ -22,6 +22,7 @@ def drawn(lengths: Lengths, num: int = 5000) -> list[int]:
         ("512", Fixed(512)),
         ("fixed:7", Fixed(7)),
         ("uniform:16,900", Uniform(16, 900)),
+        ("mixed:100,100000,0.02", Mixed(100, 100_000, 0.02)),
         ("lognormal:512,0.8", LogNormal(512, 0.8)),
         (" lognormal:512,0.8,4096 ", LogNormal(512, 0.8, 4096)),
     ],

@@ -45,6 +45,7 @@ def new(**different: Any) -> str:
         ("POST", PATH),
         ("POST", PATH + "/decode-0/drain"),
         ("POST", PATH + "/decode-0/resume"),
+        ("POST", PATH + "/decode-0/role"),
         ("DELETE", PATH + "/decode-0"),
     ],
 )
@@ -144,6 +145,15 @@ async def test_a_link_local_address_may_be_allowed(
     [
         ("url", {"url": "http://harmless.example:1"}),
         ("receiver_host", {"url": "http://10.0.0.1:1", "engine": "lmcache", "receiver_host": "harmless.example"}),
+        ("kv_events", {"url": "http://10.0.0.1:1", "kv_events": "tcp://harmless.example:1"}),
+        (
+            "kv_events_replay",
+            {
+                "url": "http://10.0.0.1:1",
+                "kv_events": "tcp://10.0.0.1:1",
+                "kv_events_replay": "tcp://harmless.example:1",
+            },
+        ),
     ],
 )
 async def test_a_name_that_is_resolved_to_such_an_address_is_refused(
@@ -158,6 +168,15 @@ async def test_a_name_that_is_resolved_to_such_an_address_is_refused(
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
         answer = await ask(house, "POST", body=new(**fields))
         assert (answer.status, answer.error["param"]) == (400, field)
+
+
+async def test_ranks_are_added_one_by_one() -> None:
+    async with proxy_in_front_of(admin_key="operator") as house:
+        ranks = {"engine": "vllm_nixl", "url": "http://10.0.0.1:1", "data_parallel_size": 2}
+        answer = await ask(house, "POST", body=new(**ranks))
+        assert (answer.status, answer.error["param"]) == (400, "data_parallel_size")
+        assert (await ask(house, "POST", body=new(**ranks, data_parallel_rank=7))).status == 400
+        assert len(house.proxy.pool.instances) == 2
 
 
 async def test_the_operators_own_file_may_name_such_an_address_and_is_warned(caplog: pytest.LogCaptureFixture) -> None:
@@ -199,7 +218,7 @@ async def test_a_name_with_a_slash_can_be_drained_and_removed(name: str) -> None
 
 
 async def test_replace_a_decoder_without_losing_a_request() -> None:
-    async with proxy_in_front_of(admin_key="operator") as house:
+    async with proxy_in_front_of(admin_key="operator", when_no_decoder="refuse") as house:
         house.decoder.hang_at.add("middle")
         call = house.call(stream=True)
         await house.decoder.reached("middle")

@@ -11,7 +11,8 @@ from pdproxy.openai.priority import PriorityLimits
 from pdproxy.openai.request import COMPLETIONS
 from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.routes import GenerationRoute
-from pdproxy.telemetry.record import Bystander, Outcome, RequestRecord
+from pdproxy.telemetry.observer import Bystander
+from pdproxy.telemetry.record import Outcome, RequestRecord
 from pdproxy.telemetry.trace import PassTraceOn
 from tests.fakes.proxy_harness import until
 from transfer.memory_budget import MemoryBudget

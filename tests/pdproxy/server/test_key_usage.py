@@ -13,10 +13,12 @@ import pytest
 from pdproxy.assemble import make_keys
 from pdproxy.config.settings import Settings
 from pdproxy.errors import ConfigError
-from pdproxy.openai.request import CHAT
+from pdproxy.openai.apis import COUNT_TOKENS
+from pdproxy.openai.request import CHAT, MESSAGES, RESPONSES
 from pdproxy.server.api_keys import LOOK_EVERY_S, ApiKeys
 from pdproxy.telemetry.key_usage import UsageFacts
 from pdproxy.telemetry.log import JsonFormatter
+from tests.fakes.fake_apis import FakeApis
 from tests.fakes.fake_engine import FakeEngine, error_reply
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of
 
@@ -93,6 +95,18 @@ async def test_too_many_requests(tmp_path: Path) -> None:
         assert len(house.prefiller.generations()) == 3
 
 
+async def test_too_many_messages_are_told_as_anthropic_tells_it(tmp_path: Path) -> None:
+    file = keys_file(tmp_path, f"{SECRET} name=shop rpm=1\n")
+    async with proxy_in_front_of([FakeApis("prefill")], [FakeApis("decode")], api_keys_file=file) as house:
+        messages = [{"role": "user", "content": "a"}]
+        answers = [await house.post(MESSAGES, {"x-api-key": SECRET}, messages=messages) for _ in range(2)]
+        assert [one.status for one in answers] == [200, 429]
+        told = answers[1].json()
+        assert (told["type"], told["error"]["type"]) == ("error", "rate_limit_error")
+        assert 1 <= int(answers[1].headers["retry-after"]) <= 60
+        assert answers[1].headers["x-ratelimit-remaining-requests"] == "0"
+
+
 async def test_a_failure_before_the_first_byte_costs_no_tokens(tmp_path: Path) -> None:
     file = keys_file(tmp_path, f"{SECRET} name=shop rpm=100 tpm=1000\n")
     prefiller = FakeEngine("prefill")
@@ -155,6 +169,48 @@ async def test_several_prompts_are_one_request_and_are_paid_together(
         assert await figure(house, "pdproxy_key_prompt_tokens_total", key_name="shop") == 5
     told = [json.loads(str(one.msg)) for one in caplog.records if isinstance(one.msg, UsageFacts)]
     assert [(one["num_prompt_tokens"], one["outcome"]) for one in told] == [(5, "done"), (0, "refused")]
+
+
+async def test_prompts_that_are_too_many_together_are_told_so(tmp_path: Path) -> None:
+    """To come again would not help: the first ones would be served again, and the last refused again."""
+    file = keys_file(tmp_path, f"{SECRET} name=shop tpm=12\n")
+    async with proxy_in_front_of(api_keys_file=file) as house:
+        answer = await house.post(headers=SHOWN, prompt=[[1, 2, 3, 4, number] for number in range(3)])
+        assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
+        assert "the prompts have 15 tokens" in answer.error["message"]
+        assert "retry-after" not in answer.headers
+        answer = await house.post(headers=SHOWN, prompt=[[1, 2, 3, 4, number] for number in range(2)])
+        assert answer.status == 200
+
+
+async def test_what_is_only_counted_costs_nothing(tmp_path: Path) -> None:
+    file = keys_file(tmp_path, f"{SECRET} name=shop tpm=100\n")
+    engines = [FakeApis("prefill")], [FakeApis("decode")]
+    messages = [{"role": "user", "content": "a b c d e"}]
+    async with proxy_in_front_of(*engines, api_keys_file=file) as house:
+        for path in (COUNT_TOKENS, "/tokenize"):
+            answer = await house.post(path, SHOWN, messages=messages, prompt="a b c")
+            assert (answer.status, answer.headers["x-ratelimit-remaining-tokens"]) == (200, "100")
+        assert await figure(house, "pdproxy_key_prompt_tokens_total", key_name="shop") == 0
+        answer = await house.post("/v1/embeddings", SHOWN, input="a b c" * 20)
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 70  # a likely part of it, until it is over
+        assert await figure(house, "pdproxy_key_prompt_tokens_total", key_name="shop") == 3
+
+
+async def test_a_client_that_leaves_one_instances_stream_pays_for_what_it_got(tmp_path: Path) -> None:
+    file = keys_file(tmp_path, f"{SECRET} name=shop tpm=1000\n")
+    decoder = FakeApis("decode")
+    asked = {"model": "tiny", "input": "a b c", "stream": True}
+    async with proxy_in_front_of([FakeApis("prefill")], [decoder], api_keys_file=file) as house:
+        first = await house.post(RESPONSES, SHOWN, input="a b c")
+        before = await figure(house, "pdproxy_key_output_tokens_total", key_name="shop")
+        decoder.hang_at.add("middle")
+        asked["previous_response_id"] = first.json()["id"]
+        call = house.call_raw(RESPONSES, json.dumps(asked).encode(), SHOWN)
+        await decoder.reached("middle")
+        call.leave()
+        await call.ended()
+        assert 1 <= await figure(house, "pdproxy_key_output_tokens_total", key_name="shop") - before < 8
 
 
 def test_a_front_enforces_its_part(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ HELLO: list[Any] = [{"role": "user", "content": "a b c"}]
 TALK: list[Any] = [*HELLO, {"role": "assistant", "content": "Once upon"}, {"role": "user", "content": "go on"}]
 PARTS: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "a b"}, {"type": "text", "text": "c"}]}]
 LONG = "word " * 5000
+FOREIGN = "größe/日本 1%2F"
+ADAPTERS = ("poet", FOREIGN)
 TOOL: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
@@ -68,8 +70,8 @@ async def close(clients: Clients) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def both() -> AsyncIterator[Both]:
-    alone = FakeApis("decode", adapters=("poet",))
-    pair = [FakeApis("prefill", adapters=("poet",), num_pages=4096), FakeApis("decode", adapters=("poet",))]
+    alone = FakeApis("decode", adapters=ADAPTERS)
+    pair = [FakeApis("prefill", adapters=ADAPTERS, num_pages=4096), FakeApis("decode", adapters=ADAPTERS)]
     pair[1].prefillers = [pair[0]]
     async with AsyncExitStack() as stack:
         direct = await stack.enter_async_context(served(alone))  # type: ignore[arg-type]
@@ -185,8 +187,11 @@ async def models(clients: Clients) -> Any:
     return sorted((one.id, getattr(one, "parent", None)) for one in page.data)
 
 
-async def one_model(clients: Clients) -> Any:
-    return (await clients.openai.models.retrieve("poet")).id
+def one_model(name: str) -> Case:
+    async def ask(clients: Clients) -> Any:
+        return (await clients.openai.models.retrieve(name)).id
+
+    return ask
 
 
 def raw(method: str, path: str, *, shows: bool = True, **given: Any) -> Case:
@@ -304,7 +309,11 @@ CASES: dict[str, Case] = {
     "embeddings": embeddings(),
     "embeddings, one text": embeddings(input="a"),
     "models": models,
-    "model": one_model,
+    "model": one_model("poet"),
+    "model, a name of many kinds of letters": one_model(FOREIGN),
+    "completion, a name of many kinds of letters": completion(model=FOREIGN),
+    "response, a name of many kinds of letters": response(model=FOREIGN, stream=True),
+    "message, a name of many kinds of letters": message(model=FOREIGN, stream=True),
     "version": raw("GET", "/version"),
     "tokenize": raw("POST", "/tokenize", json={"model": "tiny", "prompt": "a b"}),
     "detokenize": raw("POST", "/detokenize", json={"model": "tiny", "tokens": [1, 2]}),

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +29,14 @@ from transfer.wire import Signal, encode
 
 START_S = 30.0
 BODY = {"model": "tiny", "prompt": "a b", "stream": True}
+PROGRAM = (sys.executable, "-m", "pdproxy")
 
 
-def command(port: int, notify: int, prefill: str, decode: str, *more: str) -> list[str]:
+def command(
+    port: int, notify: int, prefill: str, decode: str, *more: str, program: Sequence[str] = PROGRAM
+) -> list[str]:
     flags = ["--port", str(port), "--proxy-port", str(notify), "--prefill", prefill, "--decode", decode]
-    return [sys.executable, "-m", "pdproxy", "serve", "--drain-grace-s", "0", *flags, *more]
+    return [*program, "serve", "--drain-grace-s", "0", *flags, *more]
 
 
 def environment() -> dict[str, str]:
@@ -67,6 +70,7 @@ async def process(
     stderr: int | None = None,
     num_descriptors: int | None = None,
     most_descriptors: int | None = None,
+    program: Sequence[str] = PROGRAM,
 ) -> AsyncIterator[Proxy]:
     """Ready, in front of two scripted engines in this process. With `num_descriptors` the process gets that many, and
     may have `most_descriptors`, by default no more."""
@@ -87,7 +91,7 @@ async def process(
     decoder.sink = tell
     log = folder / "proxy.log"
     async with served(prefiller) as prefill, served(decoder) as decode:
-        child = start([*limited, *command(port, notify, prefill, decode, *options)], log, stderr)
+        child = start([*limited, *command(port, notify, prefill, decode, *options, program=program)], log, stderr)
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
                 proxy = Proxy(child, client, decoder, log)

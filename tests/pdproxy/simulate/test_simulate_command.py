@@ -168,3 +168,24 @@ def test_what_cannot_be_is_said_in_one_line(arguments: list[str], complaint: str
     told = [line for line in result.stderr.splitlines() if not line.startswith("seed")]
     assert len(told) == 1
     assert complaint in told[0]
+
+
+TURN = ("--prefillers", "2", "--decoders", "1", "--requests", "60", "--seed", "1", "--then", "20/40")
+
+
+def test_roles_are_told_by_half() -> None:
+    told = found("roles", *TURN, "--rate", "5", "--prompt-tokens", "400", "--answer-tokens", "10")
+    assert set(told["splits"]) == {"1p2d", "2p1d", "controller, from 2p1d"}
+    halves = told["splits"]["controller, from 2p1d"]["halves"]
+    assert [half["outcomes"]["done"] for half in halves] == [24, 30]
+    assert told["splits"]["1p2d"]["plan"]["then"] == "fixed:20 → fixed:40"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [((), "it needs a --rate"), (("--rate", "5", "--clients", "2"), "--clients"), (("--then", "20"), "PROMPT/ANSWER")],
+)
+def test_a_turn_that_cannot_be(arguments: tuple[str, ...], says: str) -> None:
+    result = invoke(*TURN, *arguments)
+    assert result.exit_code != 0
+    assert says in result.stderr

@@ -29,8 +29,10 @@ from pdproxy.simulate.traffic import Traffic
 from pdproxy.telemetry.attempt_record import AttemptRecord
 from tests.fakes.simulated import ROUND, Exponential, make_plan
 
-ROOMY = replace(ROUND, pd_buffer_pages=1_000_000, max_batch=1_000_000, chunk_size=256, link_bytes_per_s=1e15)
-"""Nobody waits for pages, for the link or for the batch."""
+ROOMY = replace(
+    ROUND, pd_buffer_pages=1_000_000, max_batch=1_000_000, chunk_size=256, link_bytes_per_s=1e15, kv_cache_bytes=0
+)
+"""Nobody waits for pages, for the link, for the batch or for room in it."""
 
 
 def mean(result: Result, name: str) -> float:

@@ -12,7 +12,7 @@ from pdproxy.loadtest.slo import Slo
 from pdproxy.simulate.errors import SimulationError
 from pdproxy.simulate.simulation import simulate
 from pdproxy.simulate.speed import Speed
-from pdproxy.simulate.studies import Pair, compare, find_knee, find_size, read_pairs
+from pdproxy.simulate.studies import Pair, compare, compare_roles, find_knee, find_size, read_pairs
 from pdproxy.simulate.traffic import Traffic
 from tests.fakes.simulated import ROUND, make_plan
 
@@ -137,3 +137,34 @@ def test_the_side_that_is_short_grows() -> None:
 def test_a_size_needs_a_target() -> None:
     with pytest.raises(SimulationError, match="slo"):
         find_size(make_plan())
+
+
+# ── roles ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SLOW = Speed(prefill_s=0.1, prefill_token_s=0.000_5, step_s=0.08, step_sequence_s=0.001, link_bytes_per_s=2e9)
+"""Ten times as slow as the usual engines, so that an hour has few requests."""
+TURNING = Traffic(
+    sizes=Independent(Fixed(4000), Fixed(100)), then=Independent(Fixed(200), Fixed(1000)), rate=1.0, process="poisson"
+)
+
+
+def test_the_controller_does_in_each_half_as_well_as_the_best_split_for_it() -> None:
+    """In an hour in which the load turns from long prompts to long answers; and it does not go back and forth."""
+    plan = make_plan(prefillers=2, decoders=2, num_requests=3600, num_warmup=360, traffic=TURNING, speed=SLOW)
+    found = compare_roles(plan)
+    assert [name for name, _ in found] == ["1p3d", "2p2d", "3p1d", "controller, from 2p2d"]
+    ttfts = [[half.latencies["ttft"].percentile(95.0, half.num_failed) for half in one.halves] for _, one in found]
+    led = found[-1][1]
+    for half in (0, 1):
+        best = min(each[half] or 0.0 for each in ttfts[:-1])
+        assert (ttfts[-1][half] or 0.0) <= 1.5 * best, (ttfts, led.moves)
+    assert led.simulated_s > 3500
+    roles = [what.partition(" → ")[2] for _, what in led.moves]
+    assert roles == ["prefill"] * roles.count("prefill") + ["decode"] * roles.count("decode"), led.moves
+    assert {"prefill", "decode"} == set(roles)
+    assert led.figures.outcomes == {"done": 3240}
+
+
+def test_the_controller_behind_several_proxies_is_not_simulated() -> None:
+    with pytest.raises(SimulationError, match="roles"):
+        compare_roles(make_plan(traffic=TURNING, proxies=2))

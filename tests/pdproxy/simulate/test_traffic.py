@@ -135,3 +135,9 @@ def test_faults_that_are_none_are_refused(text: str) -> None:
 def test_whom_there_is_not_cannot_be_killed() -> None:
     with pytest.raises(FaultError, match="there is no decode-9; there are decode-0"):
         check_names(read_faults("3 kill decode-9"), {"decode-0": None})
+
+
+def test_a_load_that_turns_has_other_lengths_in_its_second_half() -> None:
+    traffic = Traffic(sizes=Independent(Fixed(4000), Fixed(100)), then=Independent(Fixed(200), Fixed(1000)), rate=5.0)
+    asked = [(one.num_prompt_tokens, one.num_answer_tokens) for one in traffic.questions(11, seed=1)]
+    assert asked == [(4000, 100)] * 5 + [(200, 1000)] * 6

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from pdproxy.engines.http.base import EngineBroken
 
-MAX_LINE_BYTES = 16 * 1024
+MAX_LINE_BYTES: Final = 16 * 1024
 """The most bytes of a chunk's size line, and of all trailers together."""
 
-_CRLF = b"\r\n"
-_SIZE_LINE = re.compile(rb"([0-9a-fA-F]{1,16})(?:;[^\r\n\0]*)?\r\n")
-_BEGUN_SIZE_LINE = re.compile(rb"[0-9a-fA-F]{1,16}(?:;[^\r\n\0]*)?\r?")
-_TRAILER_LINE = re.compile(rb"(?:[^\s:]+:[^\r\n\0]*)?\r\n")
-_BEGUN_TRAILER_LINE = re.compile(rb"(?:[^\s:]+(?::[^\r\n\0]*)?)?\r?")
-_USUAL_SIZES = {b"%x\r\n" % size: size for size in range(1, 2049)}
+_CRLF: Final = b"\r\n"
+_SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,16})(?:;[^\r\n\0]*)?\r\n")
+_BEGUN_SIZE_LINE: Final = re.compile(rb"[0-9a-fA-F]{1,16}(?:;[^\r\n\0]*)?\r?")
+_TRAILER_LINE: Final = re.compile(rb"(?:[^\s:]+:[^\r\n\0]*)?\r\n")
+_BEGUN_TRAILER_LINE: Final = re.compile(rb"(?:[^\s:]+(?::[^\r\n\0]*)?)?\r?")
+_USUAL_SIZES: Final = {b"%x\r\n" % size: size for size in range(1, 2049)}
 """The chunk sizes by their size lines, for usual sizes. An event is hardly ever larger. A line that is found here is
 well-formed.
 """
-_MAX_USUAL_LINE = max(map(len, _USUAL_SIZES))
+_MAX_USUAL_LINE: Final = max(map(len, _USUAL_SIZES))
 
 
 class Chunked:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import Final
 from urllib.parse import urlsplit
 
 from pdproxy.aio.descriptors import DescriptorBudget
@@ -18,7 +19,7 @@ from pdproxy.engines.http.http1.leg import Http1Leg
 from pdproxy.engines.http.http1.origin import Origin
 from pdproxy.engines.http.http1.request_head import HeadWriter
 
-_DEFAULT_PORT = 80
+_DEFAULT_PORT: Final = 80
 
 Place = tuple[Origin, HeadWriter]
 
@@ -81,11 +82,15 @@ class Http1Client:
             raise
         return leg
 
-    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+    async def get(self, path: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
         deadline = asyncio.get_running_loop().time() + timeout_s
         (origin, heads), target = self._find(path)
+        try:
+            head = heads.get(target, headers)
+        except ValueError as error:
+            raise EngineBroken(str(error)) from error
         connection = self._reuse(origin) or await origin.connect(timeout_s)
-        leg = _ask(connection, heads.get(target), b"")
+        leg = _ask(connection, head, b"")
         try:
             async with asyncio.timeout_at(deadline):
                 await leg.arrival()

@@ -46,8 +46,9 @@ class Keeper(Protocol):
         """Takes note that the engine has ended a connection that was kept until now."""
 
 
-class Connection(asyncio.Protocol):
-    """A `Connection` is made within the loop that it belongs to.
+class Connection:
+    """A `Connection` is made within the loop that it belongs to. It has all methods of an `asyncio.Protocol`, and no
+    such base, which a compiled class cannot have.
 
     Mutable state: the transport as long as it is open, and whether it reads; the listener while there is a call;
     whether it is paused; what was read and it has yet to hear, from which index on; since when it is kept, on the
@@ -65,6 +66,7 @@ class Connection(asyncio.Protocol):
         "_unheard",
         "kept_at",
         "loop",
+        "slice_bytes",
     )
 
     def __init__(self, keeper: Keeper) -> None:
@@ -78,6 +80,8 @@ class Connection(asyncio.Protocol):
         self._heard = 0
         self._poll: select.poll | None = None
         self.kept_at = 0.0
+        self.slice_bytes = SLICE_BYTES
+        """The most bytes of this call's answer that the listener hears at a time."""
 
     @property
     def is_open(self) -> bool:
@@ -96,6 +100,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         assert self._listener is None
         self._listener = listener
+        self.slice_bytes = SLICE_BYTES
         self._transport.writelines((head, body))
 
     # ── for the listener ────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +152,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         listener = self._listener
         if listener is not None:
-            if len(data) > SLICE_BYTES:
+            if len(data) > self.slice_bytes:
                 self._hear(data)
             else:
                 listener.received(data)
@@ -156,6 +161,12 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         self._lose(None)
+
+    def pause_writing(self) -> None:
+        """Does nothing: nobody waits until a request is sent."""
+
+    def resume_writing(self) -> None:
+        """Does nothing, as `pause_writing` does."""
 
     def connection_lost(self, error: Exception | None) -> None:
         self._keeper.descriptors.num_opened -= 1
@@ -169,7 +180,6 @@ class Connection(asyncio.Protocol):
 
     def _hear(self, data: bytes) -> None:
         """Has the listener hear more than a slice of bytes. No more are read from the engine until it has."""
-        self._read(is_wanted=False)
         self._unheard, self._heard = data, 0
         self._hear_on()
 
@@ -178,12 +188,12 @@ class Connection(asyncio.Protocol):
         unless it is paused or has had enough."""
         until = monotonic() + TURN_S  # uvloop's own clock stands still within a turn
         while self._unheard and not self._is_paused and self._listener is not None:
-            unheard, start = self._unheard, self._heard
-            self._heard = start + SLICE_BYTES
+            unheard, start, size = self._unheard, self._heard, self.slice_bytes
+            self._heard = start + size
             if self._heard >= len(unheard):  # the last slice: then the listener may hand the connection back
                 self._unheard = b""
             try:
-                self._listener.received(unheard[start : start + SLICE_BYTES])
+                self._listener.received(unheard[start : start + size])
             except Exception as bug:  # the loop does the same where `data_received` raises
                 self.loop.call_exception_handler({"message": "a listener met a bug", "exception": bug})
                 self._lose(bug)
@@ -192,6 +202,7 @@ class Connection(asyncio.Protocol):
         if self._is_paused:
             return
         if self._unheard:
+            self._read(is_wanted=False)
             self.loop.call_soon(self._hear_on)
         else:
             self._read(is_wanted=True)

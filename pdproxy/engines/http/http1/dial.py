@@ -11,9 +11,9 @@ import asyncio
 import errno
 import socket
 import time
-from typing import Any
+from typing import Any, Final
 
-_NUM_LAST_LOOKS = 3
+_NUM_LAST_LOOKS: Final = 3
 """The turns of the loop, once the time is up, in which it finds what has come by then: in the first one it may look at
 its sockets after its tasks.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Final
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
@@ -15,14 +16,16 @@ from pdproxy.engines.http.base import EngineBroken
 from pdproxy.engines.http.http1.chunked import Chunked
 from pdproxy.engines.http.http1.framing import Counted, Framing, UntilClose
 
-MAX_HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES: Final = 64 * 1024
 """The most bytes of a reply's head, and of all heads that come before it."""
-MAX_HEAD_LINES = 1000
+MAX_HEAD_LINES: Final = 1000
 
-_HTTP_1, _HTTP_1_0 = b"HTTP/1.", b"HTTP/1.0"
-_BLANK_LINE = b"\r\n\r\n"
-_SWITCHING_PROTOCOLS, _FIRST_FINAL = 101, 200
-_BODILESS = frozenset((204, 304))
+_HTTP_1: Final = b"HTTP/1."
+_HTTP_1_0: Final = b"HTTP/1.0"
+_BLANK_LINE: Final = b"\r\n\r\n"
+_SWITCHING_PROTOCOLS: Final = 101
+_FIRST_FINAL: Final = 200
+_BODILESS: Final = frozenset((204, 304))
 
 
 class Head:

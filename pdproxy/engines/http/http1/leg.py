@@ -8,15 +8,52 @@ connection goes back to the others that are kept alive, or is closed. None of th
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
-from pdproxy.engines.http.base import REPLY, CheckSize, EngineBroken, Sink, read_whole
+from pdproxy.engines.http.base import REPLY, CheckSize, EngineBroken, Sink
 from pdproxy.engines.http.http1.connection import Connection
-from pdproxy.engines.http.http1.framing import Framing
+from pdproxy.engines.http.http1.framing import Counted, Framing
 from pdproxy.engines.http.http1.head import MAX_HEAD_BYTES, Head, find_head
 
-MAX_UNREAD_BYTES = 8 * 1024
+MAX_UNREAD_BYTES: Final = 8 * 1024
 """The number of unread bytes that are kept; then the engine has to wait. One slice of what was read can exceed this.
 Whoever reads has to do with all of them at a time."""
+
+
+COUNTED_SLICE_BYTES: Final = 1 << 20
+"""The most bytes that a reader of a whole body is handed at a time where its head says how long it is."""
+
+
+class _Whole:
+    """Implements `base.Sink` for a reader who wants all of a body at once. `check` is called with its size so far.
+
+    The pieces are put together as they come: many tiny ones, each an object of its own, would take twenty times the
+    memory.
+    """
+
+    __slots__ = ("_check", "over", "parts")
+
+    def __init__(self, over: asyncio.Future[None], check: CheckSize) -> None:
+        self.over = over
+        self.parts = bytearray()
+        self._check = check
+
+    def feed(self, data: bytes) -> None:
+        if self.over.done():
+            return
+        self.parts += data
+        try:
+            self._check(len(self.parts))
+        except Exception as error:
+            self.over.set_exception(error)
+
+    def end(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def fail(self, error: EngineBroken) -> None:
+        if not self.over.done():
+            self.over.set_exception(error)
 
 
 class Http1Leg:
@@ -76,10 +113,27 @@ class Http1Leg:
         """Returns the whole body, or what is left of it. Raises `EngineBroken`, and what `check` raises."""
         self._check_not_poured()
         if not self._is_over:
-            return await read_whole(self.read_chunk, check)
+            return await self._read_rest(check)
         body = self._take_unread()  # most replies come in one piece with their heads
         check(len(body))
         return body
+
+    async def _read_rest(self, check: CheckSize) -> bytes:
+        """Returns the body, of which more is to come. Its reader is woken once, by its end."""
+        connection = self._connection
+        if connection is None:
+            raise EngineBroken(self._failure)
+        whole = _Whole(connection.loop.create_future(), check)
+        if isinstance(self._framing, Counted):  # no byte of it makes work of its own
+            connection.slice_bytes = COUNTED_SLICE_BYTES
+        try:
+            self.pour(whole)
+            await whole.over
+        except BaseException:
+            whole.parts.clear()  # an error keeps this frame alive as long as somebody has it, which may be an attempt
+            self.close()
+            raise
+        return bytes(whole.parts)
 
     async def read_chunk(self) -> bytes:
         """Returns everything that has come since the last call, ``b""`` at the end. Raises `EngineBroken`."""
@@ -109,7 +163,8 @@ class Http1Leg:
         self._sink = sink
         if unread:
             sink.feed(unread)
-        self._tell_of_end()
+        if self._is_over or self._failure is not None:
+            self._tell_of_end()
 
     def pause(self) -> None:
         """Tells the engine that the sink wants no more for now. Bytes that were read from the socket already may still
@@ -191,7 +246,8 @@ class Http1Leg:
         self._room -= len(body)
         if self._room < 0:
             self.pause()
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def _take_unread(self) -> bytes:
         body = b"".join(self._unread)
@@ -223,11 +279,7 @@ class Http1Leg:
         self._tell_of_end()
 
     def _tell_of_end(self) -> None:
-        """Tells the waiting task, or the sink, of the answer's end, if it has come. The sink hears nothing more after
-        that.
-        """
-        if not self._is_over and self._failure is None:
-            return
+        """Tells the waiting task, or the sink, of the answer's end. The sink hears nothing more after that."""
         self._wake()
         sink, self._sink = self._sink, None
         if sink is None:

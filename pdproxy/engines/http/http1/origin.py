@@ -11,6 +11,7 @@ import ipaddress
 import math
 import socket
 from collections.abc import Callable
+from typing import Final, cast
 
 from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.engines.http.base import EngineRefused, EngineUnreachable, LocalFault, local_fault
@@ -24,7 +25,7 @@ seconds.
 MAX_KEPT = 1024
 RESOLVED_S = 2.0
 """The seconds for which a name's addresses are used without asking again, as long as one of them works."""
-LOST_EVERY_S = 1.0
+LOST_EVERY_S: Final = 1.0
 """The least seconds between two losses that are told: some engines keep no connection for long."""
 
 
@@ -176,7 +177,8 @@ class Origin:
         again, perhaps when it is another's. A caller that is cancelled leaves a connection that is closed at once.
         """
         connection = Connection(self)
-        wrapping = asyncio.ensure_future(loop.create_connection(lambda: connection, sock=sock))
+        protocol = cast(asyncio.Protocol, connection)
+        wrapping = asyncio.ensure_future(loop.create_connection(lambda: protocol, sock=sock))
         try:
             await asyncio.shield(wrapping)
         except asyncio.CancelledError:

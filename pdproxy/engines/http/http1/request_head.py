@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import lru_cache
+from typing import Final
 from urllib.parse import quote
 
-_KEPT_IN_TARGET = "/?&=%:@!$'()*+,;~-._[]"
+_KEPT_IN_TARGET: Final = "/?&=%:@!$'()*+,;~-._[]"
 
 
 class HeadWriter:
@@ -26,8 +27,10 @@ class HeadWriter:
         self._lines = _lines(self._standing)
         self._post_start = lru_cache(maxsize=64)(self._start_of_post)
 
-    def get(self, target: str) -> bytes:
-        return b"GET %b HTTP/1.1\r\n%b\r\n" % (_quoted(target), self._lines)
+    def get(self, target: str, headers: Mapping[str, str] | None = None) -> bytes:
+        """Returns the head of a GET. Raises `ValueError` as `post` does."""
+        lines = _lines({**self._standing, **headers}) if headers else self._lines
+        return b"GET %b HTTP/1.1\r\n%b\r\n" % (_quoted(target), lines)
 
     def post(self, target: str, headers: Mapping[str, str], num_body_bytes: int) -> bytes:
         """Returns the head of a POST. Raises `ValueError` for a header with a line end in it, which would be two
