@@ -1,8 +1,8 @@
 """Runs the tests that have just failed three times more, alone. Passes where each of them passes every time.
 
-The whole suite runs in two processes on two cores that other work may share; a test of processes and deadlines can fail
-there for want of time. One that fails is named in the log all the same, and a change that breaks something does not
-pass three times. More than `MAX_TESTS` failures are never for want of time.
+The whole suite runs in more processes than there are cores, which other work may share: a test of processes and
+deadlines can fail there for want of time. One that fails is named in the log all the same, and a change that breaks
+something does not pass three times. More than `MAX_TESTS` failures are never for want of time.
 """
 
 import json

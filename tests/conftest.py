@@ -12,19 +12,12 @@ from typing import Any
 
 import pytest
 
-from pdproxy.compiled.stamp import is_compiled
-
 # Before anything imports torch or UCX, here and in every child process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 os.environ.setdefault("UCX_TLS", "tcp,sm,self")
 os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-def pytest_configure() -> None:
-    """Raises `StaleError` where compiled modules would be tested instead of their sources' last edition."""
-    is_compiled()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,7 +14,7 @@ LISTED = {
     r"(\./)?scripts/install\b.*": "installs; tests/scripts/test_install_script.py has it do so without a network",
     r"source \.venv/bin/activate": "the shell's own",
     r"(export \w+=|kill %).*": "the shell's own",
-    r"(pip|apt|apt-get) install .*": "installs from elsewhere",
+    r"(pip|apt|apt-get) install .*|pip wheel .*": "installs from elsewhere",
     r"(\./)?scripts/test\b.*": "is what runs this",
     r"(\./)?scripts/(lint|check)": "is what a change is checked with, together with the tests",
     r"(\./)?scripts/test_compiled": "compiles for minutes; its tests are those of the hot path",

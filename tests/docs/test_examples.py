@@ -260,13 +260,14 @@ def test_every_reason_is_the_reason_of_something() -> None:
 
 FOREIGN = {
     "--disaggregation-mode", "--disaggregation-transfer-backend", "--disaggregation-bootstrap-port",
+    "--enable-pd-role-switch",
     "--max-running-requests", "--page-size", "--tp-size", "--dp-size",
     "--enable-prompt-tokens-details", "--enable-return-routed-experts",
     "--block-size", "--enable-prefix-caching", "--no-enable-prefix-caching", "--max-model-len", "--max-num-seqs",
     "--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size", "--kv-transfer-config",
     "--enforce-eager", "--enable-dbo", "--enable-sleep-mode", "--prefix-caching-hash-algo",
     "--build-arg", "--stop-timeout",
-    "--disable-log-stats", "--api-key",
+    "--disable-log-stats", "--api-key", "--api-server-count", "--data-parallel-hybrid-lb", "--data-parallel-size-local",
     "--enable-lora", "--lora-modules", "--prompt", "--max-tokens", "--workers", "--deep",
 }  # fmt: skip
 """Of SGLang, vLLM, uvicorn, and of examples/1p1d/run.sh and scripts/check_kernel."""

@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import functools
 import os
-import random
 import signal
 import subprocess
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from pdproxy.launch import ports
+from tests.helpers.ports import free_ports
 from tests.helpers.warmed import Program, Warmed
 
 START_TIMEOUT_S = 90.0
@@ -37,23 +36,6 @@ def warmed(role: str) -> Warmed:
     process = Warmed(*IMPORTS[role])
     atexit.register(process.close)
     return process
-
-
-_given: set[int] = set()
-"""Ports of processes that may not listen yet."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens, which the kernel gives to no outgoing connection meanwhile, and which were not
-    given to anybody before, here or (in a run of several processes) by another."""
-    number, num_workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:], os.environ.get("PYTEST_XDIST_WORKER_COUNT")
-    found: list[int] = []
-    while len(found) < count:
-        (port,) = ports.free_ports(1, random.SystemRandom())
-        if port not in _given and port % int(num_workers or 1) == int(number) % int(num_workers or 1):
-            _given.add(port)
-            found.append(port)
-    return found
 
 
 @dataclass

@@ -17,7 +17,18 @@ from tests.e2e.cluster import Cluster, free_ports, started
 pytestmark = pytest.mark.engine
 
 OPTIONS = ("--chunk-size", "64", "--heartbeat-s", "0.1", "--writer-timeout-s", "0.8", "--data-plane", "thread")
-PROXY = ("--chunk-size", "64", "--breaker-faults", "3", "--breaker-cool-off-s", "0.5", "--probe-interval-s", "0.3")
+PROXY = (
+    "--chunk-size",
+    "64",
+    "--breaker-faults",
+    "3",
+    "--breaker-cool-off-s",
+    "0.5",
+    "--probe-interval-s",
+    "0.3",
+    "--when-no-decoder",
+    "refuse",
+)
 LIMIT_S = 20.0
 
 

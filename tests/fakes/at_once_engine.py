@@ -77,6 +77,8 @@ class AtOnceEngine(FakeEngine):
         super().__init__(role)
         self.kind = kind
         self.meetings = meetings
+        self.num_cache_tokens: int | None = None
+        """Of an SGLang decoder: what its KV cache has room for; None: it does not say."""
 
     # ── what it says of itself ──
 
@@ -100,7 +102,8 @@ class AtOnceEngine(FakeEngine):
         return None
 
     def _server_info(self) -> dict[str, Any]:
-        return {
+        cache = {} if self.num_cache_tokens is None else {"max_total_num_tokens": self.num_cache_tokens}
+        return cache | {
             "disaggregation_mode": self.role,
             "disaggregation_bootstrap_port": BOOTSTRAP_PORT,
             "page_size": 16,
@@ -194,12 +197,23 @@ class Pairs:
 
 @asynccontextmanager
 async def pairs(
-    kind: Kind, *, num_prefillers: int = 1, num_decoders: int = 1, max_rooms: int | None = None, **options: Any
+    kind: Kind,
+    *,
+    num_prefillers: int = 1,
+    num_decoders: int = 1,
+    max_rooms: int | None = None,
+    cache_tokens: int | None = None,
+    **options: Any,
 ) -> AsyncIterator[Pairs]:
-    """On the way out no room is open, none was used twice, and the proxy holds nothing."""
+    """On the way out no room is open, none was used twice, and the proxy holds nothing. `cache_tokens`: what the KV
+    caches of the decoders have room for; None: SGLang's do not say."""
     meetings = Meetings()
     prefillers: list[FakeEngine] = [AtOnceEngine(kind, "prefill", meetings) for _ in range(num_prefillers)]
-    decoders: list[FakeEngine] = [AtOnceEngine(kind, "decode", meetings) for _ in range(num_decoders)]
+    writers = [AtOnceEngine(kind, "decode", meetings) for _ in range(num_decoders)]
+    for writer in writers:
+        writer.num_cache_tokens = cache_tokens
+        writer.num_pages = writer.num_pages if cache_tokens is None else cache_tokens // writer.chunk_size
+    decoders: list[FakeEngine] = [*writers]
     for number, engine in enumerate(prefillers):
         engine.epoch += f"-{number}"
     instances = [

@@ -96,6 +96,10 @@ class ScriptedEngine:
         self.model = "tiny"
         self.num_pages = num_pages
         self.chunk_size = chunk_size
+        self.revision: str | None = None
+        """As its operator names it."""
+        self.kv_events: tuple[str, str] | None = None
+        """Where its KV events are published and repeated, by its operator's word."""
         self.max_model_len = 4096
         self.tokenizer: Any = None
         """A `FastTokenizer`; None: it counts words."""
@@ -137,7 +141,8 @@ class ScriptedEngine:
     @property
     def settings(self) -> dict[str, Any]:
         """What an operator writes of it, besides its name, role and address."""
-        return {"engine": self.kind}
+        events = self.kv_events and {"kv_events": self.kv_events[0], "kv_events_replay": self.kv_events[1]}
+        return {"engine": self.kind} | ({"revision": self.revision} if self.revision else {}) | (events or {})
 
     async def reached(self, point: str) -> None:
         async with asyncio.timeout(5):
@@ -305,8 +310,12 @@ class FakeEngine(ScriptedEngine):
     def __init__(self, role: Role, *, num_pages: int = 64, chunk_size: int = 16, num_ranks: int = 1) -> None:
         super().__init__(role, num_pages=num_pages, chunk_size=chunk_size)
         self.num_ranks = num_ranks
+        self.dtype = "float32"
+        """Of its KV. To push to a decoder of another one is a fault of the test."""
         self.groups: list[PageGroupFacts] = []
         """Of a decoder whose layers are unlike."""
+        self.num_cache_pages = 0
+        """Of the cache in which it writes answers; 0: it tells nothing of that."""
         self.windowed = False
         """A prompt larger than its buffer passes through it; to others such a push is a fault of the test."""
         self.signals = "ready"
@@ -315,7 +324,8 @@ class FakeEngine(ScriptedEngine):
         self.consumed_signal = True
         """Whether a decoder tells that it has taken the KV."""
         self.takes_kv = True
-        """Of a decoder; else every push to it fails, and its prefiller says so."""
+        """Of a decoder; else every push to it fails, and its prefiller says so, with `refuses_kv` as the reason."""
+        self.refuses_kv = "the receiver is gone"
         self.answers_cancel = True
         """Else a decoder says that it cannot drop an attempt yet, and keeps its pages until `release`."""
         self.lease_s: float | None = None
@@ -374,7 +384,7 @@ class FakeEngine(ScriptedEngine):
             epoch=self.epoch,
             role=self.role,
             model="fingerprint",
-            dtype="float32",
+            dtype=self.dtype,
             chunk_size=self.chunk_size,
             bytes_per_token=64,
             page_bytes=64 * self.chunk_size,
@@ -389,6 +399,8 @@ class FakeEngine(ScriptedEngine):
             windowed=self.windowed and is_decoder,
             num_reservations_waited=self.num_reservations_waited,
             num_wrong_tags=self.num_wrong_tags,
+            num_cache_pages=self.num_cache_pages,
+            num_cache_free=self.num_cache_pages,
         )
 
     def known_facts(self, **different: Any) -> EngineInfo:
@@ -401,6 +413,8 @@ class FakeEngine(ScriptedEngine):
     async def _prefill(self, path: str, body: dict[str, Any]) -> FakeReply:
         params = body.get("kv_transfer_params")
         num_tokens = _num_prompt_tokens(body)
+        if params is None and body.get("max_tokens") != 1:
+            return await self._decode(path, body)
         if params is None:
             return json_reply(self._whole(path, body, [self.first_text], "length", num_tokens))
         num_shown = params.get("num_answer_tokens", 0)
@@ -410,8 +424,10 @@ class FakeEngine(ScriptedEngine):
             return json_reply(self._whole(path, body, words, self.finish_at_first, num_tokens, num_shown))
         port = params["receivers"][0]["port"]
         decoder = next(decoder for decoder in self.decoders if decoder.port == port)
+        ours, theirs = ((one.dtype, one.chunk_size, one.revision) for one in (self, decoder))
+        assert ours == theirs, f"KV of {ours} means nothing to {theirs}"
         if not decoder.takes_kv:
-            lost = from_core(TransferError("the receiver is gone"))
+            lost = from_core(TransferError(decoder.refuses_kv))
             return json_reply(lost.body(), lost.status)
         await decoder.until_thawed()
         decoder.receive(params["attempt"], pages_needed(decoder.known_facts(), num_tokens + num_shown))
@@ -711,7 +727,7 @@ class FakeClient:
             self.engine.closed.append(path)
             raise
 
-    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+    async def get(self, path: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
         self._check_up()
         if self.engine.is_frozen:
             try:
@@ -719,7 +735,7 @@ class FakeClient:
                     await self.engine.until_thawed()
             except TimeoutError:
                 raise EngineBroken(f"no answer within {timeout_s:g} s") from None
-        reply = await self.engine.handle(path, b"", {})
+        reply = await self.engine.handle(path, b"", headers or {})
         return reply.status, await FakeLeg(self.engine, path, reply).read()
 
     async def aclose(self) -> None:

@@ -57,6 +57,10 @@ class FakeVllm(ScriptedEngine):
         self.tells_cache = True
         """Of its KV cache; with --disable-log-stats vLLM does not."""
         self.num_cached_tokens = 0
+        self.num_ranks = 1
+        """Data-parallel ranks; each has `num_pages`."""
+        self.counts = [0, 0]
+        """Tokens that its process has read and written."""
 
     # ── what it says of itself ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -77,14 +81,26 @@ class FakeVllm(ScriptedEngine):
         return json_reply({"object": "list", "data": [card | {"max_model_len": self.max_model_len}]})
 
     def _metrics(self) -> str:
-        config = f'block_size="{self.chunk_size}",cache_dtype="auto",engine="%s",num_gpu_blocks="{self.num_pages + 1}"'
+        started = [f"process_start_time_seconds {self.epoch}"] if self.tells_start else []
         if not self.tells_cache:
-            return f"process_start_time_seconds {self.epoch}\n"
-        lines = [f"vllm:cache_config_info{{{config % rank}}} 1.0" for rank in (0, 1)]
+            return "\n".join([*started, ""])
+        ranks, num_blocks = range(self.num_ranks), self.num_ranks * (self.num_pages + 1)
+        config = f'block_size="{self.chunk_size}",cache_dtype="auto",engine="%s",num_gpu_blocks="{num_blocks}"'
+        lines = [f"vllm:cache_config_info{{{config % rank}}} 1.0" for rank in ranks]
         lines += [
-            f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {self.num_occupied / self.num_pages}' for rank in (0, 1)
+            f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {self.occupied_at(rank) / self.num_pages}' for rank in ranks
         ]
-        return "\n".join([*lines, *([f"process_start_time_seconds {self.epoch}"] if self.tells_start else []), ""])
+        for name, count in zip(("prompt", "generation"), self.counts, strict=True):
+            lines += [f'vllm:{name}_tokens_total{{engine="{rank}"}} {count / self.num_ranks}' for rank in ranks]
+        return "\n".join([*lines, *started, ""])
+
+    def occupied_at(self, rank: int) -> int:
+        """Pages of the rank's memory that are in use."""
+        return self.num_occupied
+
+    def _lose_all(self) -> None:
+        self.counts = [0, 0]
+        super()._lose_all()
 
     # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -190,6 +206,8 @@ class FakeNixl(FakeVllm):
         super().__init__(role, **options)
         self.lease_s = lease_s
         self.rank = rank
+        self.rank_of: dict[str, int] = {}
+        """Where the requests are, by their ids."""
         self.keeps_kv = True
         self.handoff = '{ "do_remote_prefill":true,"x": 1.50, "remote_request_id":"%s"}'
         """As it writes it, with the id under which its blocks are pinned."""
@@ -198,26 +216,40 @@ class FakeNixl(FakeVllm):
         self.expired: list[str] = []
         """What was pinned and nobody asked for."""
         self.most_pages = 0
+        """Those that one rank had at once."""
         self.wrong_pulls: list[str] = []
         """Blocks that a decoder read though they were another request's by then."""
         self._leases: dict[str, asyncio.TimerHandle] = {}
 
     @property
     def settings(self) -> dict[str, Any]:
-        return super().settings | ({} if self.rank is None else {"data_parallel_rank": self.rank})
+        ranks = {"data_parallel_rank": self.rank, "data_parallel_size": self.num_ranks if self.num_ranks > 1 else None}
+        return super().settings | {name: number for name, number in ranks.items() if number is not None}
+
+    def occupied_at(self, rank: int) -> int:
+        return sum(
+            num for all_ in (self.pages, self.running) for key, num in all_.items() if self.rank_of.get(key, 0) == rank
+        )
 
     async def generate(self, seen: Seen) -> FakeReply:
         path, body, key = seen.path, seen.body, seen.headers["x-request-id"]
         handed = (body.get(PARAMS) or {}).get("remote_request_id")
         if body.get("model") != self.model:
             return await self._refuse(handed)
+        # Where none is named, it takes them in turn.
+        rank = int(seen.headers.get("x-data-parallel-rank", len(self.rank_of) % self.num_ranks))
+        if rank >= self.num_ranks:
+            return error_reply(400, f"data_parallel_rank {rank} is out of range [0, {self.num_ranks}).")
+        self.rank_of[key] = rank
+        self.counts = [self.counts[0] + len(ids_of(body)), self.counts[1] + 1]
         try:
             await self.pass_point(self.role)
             if isinstance(failure := self.fail_at.get(self.role), FakeReply):
                 if 400 <= failure.status < 500:
                     self._tell_prefiller(handed)
                 return failure
-            if self.role == "prefill":
+            is_alone = handed is None and body.get("max_tokens") != 1
+            if self.role == "prefill" and not is_alone:
                 return await self._hand_over(path, body, key)
             self._pull(handed)
             reply = await self.answer(path, body, key)
@@ -232,7 +264,7 @@ class FakeNixl(FakeVllm):
         """Cancelled before its reply, nothing is kept."""
         assert key not in self.pages, "two requests under one id"
         self.pages[key] = self.pages_of(len(ids_of(body)))
-        self.most_pages = max(self.most_pages, sum(self.pages.values()))
+        self.most_pages = max(self.most_pages, *map(self.occupied_at, range(self.num_ranks)), 0)
         try:
             await self.pass_point("prefill_done")
         except BaseException:

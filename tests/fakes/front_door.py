@@ -24,7 +24,8 @@ from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.connection import ClientConnection
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.routes import GenerationRoute
-from pdproxy.telemetry.record import Bystander, Outcome, RequestRecord
+from pdproxy.telemetry.observer import Bystander
+from pdproxy.telemetry.record import Outcome, RequestRecord
 from pdproxy.telemetry.trace import PassTraceOn
 from tests.fakes.proxy_harness import LIMIT_S, until
 from transfer.memory_budget import MemoryBudget

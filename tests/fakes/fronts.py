@@ -15,6 +15,7 @@ from pdproxy.admission.custody import Custody, Evidence, Way
 from pdproxy.admission.grant import Grant
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
+from pdproxy.admission.room import NO_ROOM, Room
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.values import Role
 from pdproxy.engines.builtin import BuiltinAdapter
@@ -49,10 +50,13 @@ class LeaderEnd:
         *,
         term: int | None = None,
         claims_until: float = -inf,
+        num_cache_pages: int = 0,
         **options: Any,
     ) -> None:
         self.clock = clock
         self.leads = True
+        self.num_cache_pages = num_cache_pages
+        """Of the decoders' own KV caches, of 16 tokens each; 0: they do not say."""
         self.admission: Admission = make_admission(clock, claims_until=claims_until, **options)
         self.pool = Pool(self.admission)
         self.reaper = Reaper(self.admission, call_timeout_s=1.0, look=look)
@@ -76,6 +80,8 @@ class LeaderEnd:
             if one.role == "decode":
                 size = self.sizes[one.name]
                 different |= {"num_pages": size, "num_free": size - occupied.get(one.name, 0)}
+                different |= {"num_cache_pages": self.num_cache_pages, "num_cache_free": self.num_cache_pages}
+                different |= {"num_cache_waiting": 1}  # else what fronts have there would seem to be shared
             one.heard(facts(one.role, **different), one.asked())
             one.proven()
 
@@ -165,7 +171,16 @@ class FrontEnd:
 
     # ── attempts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def ask(self, attempt: str, pages: int, *, deadline: float = inf, priority: int = 0, num_tokens: int = 0) -> Demand:
+    def ask(
+        self,
+        attempt: str,
+        pages: int,
+        *,
+        deadline: float = inf,
+        priority: int = 0,
+        num_tokens: int = 0,
+        room: Room = NO_ROOM,
+    ) -> Demand:
         """An attempt asks for its turn. What comes of it is in `grants` or `errors`."""
         demand = Demand(
             attempt,
@@ -176,6 +191,7 @@ class FrontEnd:
             priority=priority,
             hints=NO_HINTS,
             num_tokens=num_tokens,
+            room=room,
         )
 
         def told(grant: Grant | None, error: ProxyError | None) -> None:

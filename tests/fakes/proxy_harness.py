@@ -136,6 +136,7 @@ class Harness:
         assert all(instance.num_legs == 0 for instance in self.proxy.pool.instances)
         assert all(instance.num_attempts == 0 for instance in self.proxy.pool.instances)
         assert all(not instance.reliances for instance in self.proxy.pool.instances)
+        assert all(_has_no_answers(instance) for instance in self.proxy.pool.instances)
         self.proxy.check_integrity()
         if self.leader is not None:
             await _check_leader(self.leader)
@@ -149,7 +150,14 @@ async def _check_leader(leader: Proxy) -> None:
     await until(lambda: not sum(instance.held + instance.num_legs + instance.num_attempts for instance in instances))
     await until(lambda: not leader.reaper.statistics()["open"] and not kernel.num_waiting)
     assert all(not instance.queued_tokens for instance in instances)
+    assert all(_has_no_answers(instance) for instance in instances)
     leader.check_integrity()
+
+
+def _has_no_answers(instance: Instance) -> bool:
+    """Whether nothing counts in its KV cache any more."""
+    residency = instance.residency
+    return not residency.stays and residency.tokens == residency.shared == 0
 
 
 class _Bugs(logging.Handler):

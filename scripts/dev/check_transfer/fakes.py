@@ -224,6 +224,8 @@ class Agent:
     def disconnect(self, peer: str) -> Future[None]:
         return _done(None)
 
+    def prepare(self, tag: bytes) -> None: ...
+
     def write(
         self,
         peer: str,

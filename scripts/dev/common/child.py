@@ -31,6 +31,10 @@ class Child:
         self._process = process
         self._errors = errors
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     async def ask(self, command: str, *arguments: Any) -> Any:
         """Returns the answer to a command. Raises `BenchError` with what went wrong there, or when no answer comes in
         `ANSWER_TIMEOUT_S`."""
