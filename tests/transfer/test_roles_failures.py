@@ -282,7 +282,8 @@ async def test_after_a_lost_connection_the_next_attempt_shakes_hands_anew(world:
     assert decoder.pages.get("b").holding is Holding.RESERVED, "its write may still land"
     held.land()
     assert (await world.proxy.next(wire.KvReleased, "b")).num_pages == 1
-    await until(lambda: prefiller.agent.num_users(decoder.agent.epoch) == 1)
+    async with asyncio.timeout(PATIENT.heartbeat_s / 2):  # the lost session asks at once whether that was heard
+        await until(lambda: prefiller.agent.num_users(decoder.agent.epoch) == 1)
 
 
 async def test_a_frozen_decoder_keeps_its_pages_until_the_write_has_ended(world: World) -> None:

@@ -312,6 +312,8 @@ class Session:
             del self._open[message.attempt]
             self._standing.closed(self.welcome.epoch, message.attempt)
         if not self._open:
+            if self._lost is not None and self._is_busy.is_set() and not self._has_none_open.is_set():
+                self._beat()  # the session closes when this is answered, which tells that its last words have arrived
             self._has_none_open.set()
             self._rest()
 
