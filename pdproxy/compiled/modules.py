@@ -13,6 +13,7 @@ _EACH_REQUEST = {
     "aio.deadline": "its time limits",
     "aio.coarse_timer": "which are set and taken back among these",
     "aio.callback_event": "what it waits for",
+    "aio.write_batch": "its writes go out with those of others",
     "ids": "its ids",
     "admission.retry_budget": "its attempts are counted",
     "orchestrator.orchestrator": "its course",

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pdproxy.aio.descriptors import DescriptorBudget
+from pdproxy.aio.write_batch import batched
 from pdproxy.server import codings
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.exchange import Exchange
@@ -83,7 +84,7 @@ class ClientConnection(BoundedConnection):
     # ── the transport's calls ───────────────────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(batched(transport, self.loop))  # type: ignore[arg-type]
         self._rest()
 
     def data_received(self, data: bytes) -> None:

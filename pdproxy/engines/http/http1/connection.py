@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import select
 from time import monotonic
-from typing import Protocol, cast
+from typing import Protocol
 
 from pdproxy.aio.descriptors import DescriptorBudget
+from pdproxy.aio.write_batch import BatchedTransport, batched
 from pdproxy.engines.http.base import SLICE_BYTES, TURN_S
 
 FRESH_S = 0.01
@@ -72,7 +73,7 @@ class Connection:
     def __init__(self, keeper: Keeper) -> None:
         self.loop = asyncio.get_running_loop()
         self._keeper = keeper
-        self._transport: asyncio.Transport | None = None
+        self._transport: BatchedTransport | None = None
         self._listener: Listener | None = None
         self._is_paused = False
         self._is_reading = True
@@ -146,7 +147,7 @@ class Connection:
     # ── for the event loop ──────────────────────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = batched(transport, self.loop)
         self._keeper.descriptors.num_opened += 1
 
     def data_received(self, data: bytes) -> None:
@@ -227,7 +228,7 @@ class Connection:
         else:
             self._keeper.forget(self)
 
-    def _is_readable(self, transport: asyncio.Transport) -> bool:
+    def _is_readable(self, transport: BatchedTransport) -> bool:
         if self._poll is None:
             self._poll = select.poll()
             self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
