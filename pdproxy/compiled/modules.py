@@ -2,9 +2,9 @@
 them.
 
 Anything else would gain nothing and take time. Some modules are on the way, but not in the list: `server.connection`,
-whose class is one of uvicorn's; `telemetry.series`, whose classes are `prometheus_client`'s; `openai.body`, whose
-classes are msgspec's; `admission.room`, of which msgspec must see the types of its tuples. A compiled class can have no
-base that is not compiled.
+whose class is one of uvicorn's; `telemetry.series`, whose classes are `prometheus_client`'s; `openai.body` and
+`openai.answer`, whose classes are msgspec's; `admission.room`, of which msgspec must see the types of its tuples. A
+compiled class can have no base that is not compiled.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ _EACH_REQUEST = {
     "engines.http.http1.leg": "its answer",
     "engines.http.http1.head": "the answer's head",
     "openai.first_token": "the client's answer begins",
+    "openai.response": "which is looked at before",
+    "openai.usage": "tells what it took",
+    "openai.dialect": "in the form that the client reads",
     "server.exchange": "the client's own exchange",
     "server.headers": "the request's head",
     "server.response_head": "the answer's head",

@@ -1,7 +1,7 @@
-"""The module has the parts of an answer in OpenAI's shape that more than one reader looks at: choices, usage, and the
-cards of ``GET /v1/models``.
+"""The module has the shapes in which answers are read: choices, usage, errors, and the cards of ``GET /v1/models``.
 
-A reader that looks at more makes a subclass, or a struct of its own around these. It does no I/O.
+They are msgspec's, and have a module of their own because they cannot be compiled. A reader that looks at more makes a
+subclass, or a struct of its own around these. The module does no I/O.
 """
 
 from __future__ import annotations
@@ -89,6 +89,44 @@ class PrefilledAnswer(msgspec.Struct):
     error: Any = None
     kv_transfer_params: msgspec.Raw = NULL
     prompt_token_ids: msgspec.Raw = NULL
+
+
+class PromptCount(msgspec.Struct):
+    """A `PromptCount` is what is looked at in a usage before anything in it is changed."""
+
+    prompt_tokens: Any = None
+    prompt_tokens_details: msgspec.Raw = NULL
+
+
+class Counted(msgspec.Struct):
+    """A `Counted` is any answer, or one chunk of a stream, of which only the usage is looked at."""
+
+    usage: PromptCount | None = None
+
+
+class Refusal(msgspec.Struct):
+    """A `Refusal` is an error object of which only the code is looked at."""
+
+    class Error(msgspec.Struct):
+        code: str | int | None = None
+
+    error: Error
+
+
+class Explanation(msgspec.Struct):
+    """An `Explanation` is an error object of which only the message is looked at."""
+
+    class Error(msgspec.Struct):
+        message: str
+
+    error: Error
+
+
+class TypedEvent(msgspec.Struct):
+    """A `TypedEvent` is what is looked at in any event of the APIs whose events tell their type."""
+
+    type: str = ""
+    error: msgspec.Raw = NULL
 
 
 class ModelCard(msgspec.Struct):

@@ -7,12 +7,13 @@ API's own clients do not read as one. The module does no I/O.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from pdproxy.errors import EngineReply, ProxyError
 from pdproxy.openai import response
+from pdproxy.openai.answer import TypedEvent
 from pdproxy.openai.body import Fields
 from pdproxy.openai.request import MESSAGES, RESPONSES, encode
 from pdproxy.openai.response import CorruptAnswer
@@ -28,7 +29,7 @@ from pdproxy.openai.usage import (
     with_prompt_usage,
 )
 
-_ANTHROPIC_TYPES = {
+_ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -100,15 +101,8 @@ class Dialect:
         return reply
 
 
-class _Typed(msgspec.Struct):
-    """A `_Typed` is what is looked at in any event of the APIs whose events tell their type."""
-
-    type: str = ""
-    error: msgspec.Raw = msgspec.Raw(b"null")
-
-
-_typed = msgspec.json.Decoder(_Typed)
-_fields = msgspec.json.Decoder(Fields)
+_typed: Final = msgspec.json.Decoder(TypedEvent)
+_fields: Final = msgspec.json.Decoder(Fields)
 
 
 class _TypedEvents(Dialect):
@@ -266,8 +260,8 @@ class ResponsesDialect(_TypedEvents):
         return None
 
 
-OPENAI = Dialect()
-_DIALECTS: dict[str, Dialect] = {
+OPENAI: Final = Dialect()
+_DIALECTS: Final[dict[str, Dialect]] = {
     MESSAGES: MessagesDialect(),
     f"{MESSAGES}/count_tokens": MessagesDialect(),
     RESPONSES: ResponsesDialect(),

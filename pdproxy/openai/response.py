@@ -8,41 +8,25 @@ looked at before the client sees a byte.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from pdproxy.openai.answer import Choice, Chunk
+from pdproxy.openai.answer import Choice, Chunk, Explanation, Refusal
 from pdproxy.openai.body import Fields
 from pdproxy.openai.request import GenerationRequest, encode
 from pdproxy.openai.sse import DONE, data_of, event, split
 
-BROKEN_FINISHES = frozenset({"error", "abort"})
+BROKEN_FINISHES: Final = frozenset({"error", "abort"})
 
 
 class CorruptAnswer(Exception):
     """`CorruptAnswer` says that the engine answered with HTTP 200, but that its body is not an answer."""
 
 
-class _Error(msgspec.Struct):
-    code: str | int | None = None
-
-
-class _Refusal(msgspec.Struct):
-    error: _Error
-
-
-class _Reason(msgspec.Struct):
-    message: str
-
-
-class _Explained(msgspec.Struct):
-    error: _Reason
-
-
-_decoder = msgspec.json.Decoder(Chunk)
-_refusal = msgspec.json.Decoder(_Refusal)
-_explained = msgspec.json.Decoder(_Explained)
+_decoder: Final = msgspec.json.Decoder(Chunk)
+_refusal: Final = msgspec.json.Decoder(Refusal)
+_explanation: Final = msgspec.json.Decoder(Explanation)
 
 
 def _read(data: bytes) -> Chunk:
@@ -62,7 +46,10 @@ def has_begun(events: bytes, *, needs_text: bool) -> bool:
     """
     if events.find(b"data") < 0:  # comments and empty events, which cost nothing to send
         return False
-    return any(_says_something(raw_event, needs_text) for raw_event in split(events))
+    for raw_event in split(events):  # noqa: SIM110 (it must not look further, and compiled code might)
+        if _says_something(raw_event, needs_text):
+            return True
+    return False
 
 
 def _says_something(raw_event: bytes, needs_text: bool) -> bool:
@@ -71,7 +58,10 @@ def _says_something(raw_event: bytes, needs_text: bool) -> bool:
         return False
     if data == b"[DONE]":
         raise CorruptAnswer("its answer is empty")
-    return any(_choice_says_something(choice, needs_text) for choice in _read(data).choices)
+    for choice in _read(data).choices:  # noqa: SIM110
+        if _choice_says_something(choice, needs_text):
+            return True
+    return False
 
 
 def _choice_says_something(choice: Choice, needs_text: bool) -> bool:
@@ -108,7 +98,7 @@ def error_code(body: bytes) -> str | None:
 def error_message(body: bytes) -> str:
     """Returns the message of an answer that is an error object; empty where it has none."""
     try:
-        return _explained.decode(body).error.message
+        return _explanation.decode(body).error.message
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
 

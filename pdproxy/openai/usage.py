@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
+from pdproxy.openai.answer import Counted, PromptCount
 from pdproxy.openai.body import Fields
 from pdproxy.openai.request import encode
 from pdproxy.openai.sse import data_of, event, split
 
-_IDS = rb'"(?:prompt_)?token_ids":\s*(?:\[[0-9,\s]*\]|null)'
-_TOKEN_IDS = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb",\s*")
-_USUAL_START = b',"token_ids":['
+_IDS: Final = rb'"(?:prompt_)?token_ids":\s*(?:\[[0-9,\s]*\]|null)'
+_TOKEN_IDS: Final = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb",\s*")
+_USUAL_START: Final = b',"token_ids":['
 """The bytes which nearly every piece has, once, because it has one event. Finding them is much faster than the
 expression.
 """
-_NULL = msgspec.Raw(b"null")
-ERROR_EVENT = b'data: {"error"'
+ERROR_EVENT: Final = b'data: {"error"'
 """The bytes with which an event begins by which an engine ends a stream."""
-PROMPT_TOKENS = b'"prompt_tokens"'
+PROMPT_TOKENS: Final = b'"prompt_tokens"'
 """The bytes that every event with a usage has."""
 
 
@@ -46,26 +46,15 @@ class Head:
     created: int | None
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: Any = None
-    prompt_tokens_details: msgspec.Raw = _NULL
-
-
-class _Told(msgspec.Struct):
-    """`_Told` holds what is looked at in an answer before anything in it is changed."""
-
-    usage: _Usage | None = None
-
-
-_fields = msgspec.json.Decoder(Fields)
-_told = msgspec.json.Decoder(_Told)
+_fields: Final = msgspec.json.Decoder(Fields)
+_counted: Final = msgspec.json.Decoder(Counted)
 
 
 def continued(events: bytes, head: Head) -> bytes:
     """Returns whole events rewritten so that they continue another stream: with the `head` of that stream, and without
     a second role.
     """
-    return b"".join(_continued(raw, head) for raw in split(events))
+    return b"".join([_continued(raw, head) for raw in split(events)])
 
 
 def _continued(raw_event: bytes, head: Head) -> bytes:
@@ -149,7 +138,7 @@ def with_prompt_usage(body: bytes, prompt: PromptUsage) -> bytes:
     """Returns `body` with the prompt's tokens as the prefiller counted them. `body` is a whole answer, or one event's
     data.
     """
-    told = _told.decode(body).usage
+    told = _counted.decode(body).usage
     if told is None or _says_the_same(told, prompt):
         return body
     fields = _fields.decode(body)
@@ -161,7 +150,7 @@ def stream_with_prompt_usage(events: bytes, prompt: PromptUsage) -> bytes:
     """Does the same as `with_prompt_usage` for whole events. Events without a usage stay as they are."""
     if events.find(PROMPT_TOKENS) < 0:
         return events
-    return b"".join(_event_with_prompt_usage(raw, prompt) for raw in split(events))
+    return b"".join([_event_with_prompt_usage(raw, prompt) for raw in split(events)])
 
 
 def usage_event(chunk: Fields, prompt: PromptUsage, num_answer_tokens: int) -> bytes:
@@ -179,7 +168,7 @@ def _event_with_prompt_usage(raw_event: bytes, prompt: PromptUsage) -> bytes:
     return raw_event if merged is data else b"data: " + merged + b"\n\n"
 
 
-def _says_the_same(told: _Usage, prompt: PromptUsage) -> bool:
+def _says_the_same(told: PromptCount, prompt: PromptUsage) -> bool:
     if told.prompt_tokens != prompt.tokens:
         return False
     details = prompt.details
