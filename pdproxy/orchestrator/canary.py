@@ -50,12 +50,12 @@ class NoClient:
         """Does nothing, because nobody waits for the end."""
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        self.answer_now(status, headers, body)
+
+    def answer_now(self, status: int, headers: Headers, body: bytes) -> bool:
         self.is_started = True
+        return True
 
     @property
     def outlet(self) -> Outlet | None:
         return None
-
-    @property
-    def may_wait(self) -> bool:
-        return False

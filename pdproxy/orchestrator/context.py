@@ -59,9 +59,8 @@ class Client(Protocol):
     def answer(self, status: int, headers: Headers, body: bytes) -> Coroutine[Any, Any, None]:
         """Sends all of an answer: `start`, `send` and `end` in one. `headers` do not tell its length yet."""
 
-    @property
-    def may_wait(self) -> bool:
-        """Tells whether sending might have to wait now. Only then does it need a limit."""
+    def answer_now(self, status: int, headers: Headers, body: bytes) -> bool:
+        """Does the same as `answer` where nothing has to be waited for; else does nothing and returns False."""
 
     @property
     def outlet(self) -> Outlet | None:
@@ -263,6 +262,11 @@ class RequestContext:
         """Returns a coroutine that sends all of an answer to the client."""
         self.record.status = status
         return self.client.answer(status, self._headers(content_type, more), body)
+
+    def answer_now(self, status: int, content_type: bytes, body: bytes) -> bool:
+        """Sends all of an answer to the client where that need not wait; else returns False."""
+        self.record.status = status
+        return self.client.answer_now(status, self._headers(content_type, ()), body)
 
     def _headers(self, content_type: bytes, more: tuple[tuple[bytes, bytes], ...]) -> Headers:
         """Returns the headers that tell the content type, which way the request went, and where its time went until

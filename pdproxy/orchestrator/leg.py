@@ -196,14 +196,21 @@ class OpenLeg:
         """Returns the whole body, for which it takes memory of the client's share. It is an answer of at most
         `max_answer_bytes`, or else a reply to the proxy. Raises `LegFailed`, also for more than that, and
         `MemoryBudgetSpent`."""
-        limit_bytes = MAX_REPLY_BYTES if max_answer_bytes is None else max_answer_bytes
         try:
-            body = await self._open_leg.read(self._keep(limit_bytes))
-        except ReplyTooLarge as error:
-            raise self.fail(str(error) if max_answer_bytes is None else too_large(limit_bytes)) from error
+            body = await self._open_leg.read(self._keep(max_answer_bytes or MAX_REPLY_BYTES))
         except EngineBroken as error:
-            raise self.break_off(error) from error
+            raise self._unreadable(error, max_answer_bytes) from error
         self._outcome = "ok"
+        return body
+
+    def read_now(self, max_answer_bytes: int | None = None) -> bytes | None:
+        """Does the same as `read` where all of the body has come; else returns None, and has read nothing."""
+        try:
+            body = self._open_leg.read_now(self._keep(max_answer_bytes or MAX_REPLY_BYTES))
+        except EngineBroken as error:
+            raise self._unreadable(error, max_answer_bytes) from error
+        if body is not None:
+            self._outcome = "ok"
         return body
 
     async def read_chunk(self) -> bytes:
@@ -369,6 +376,12 @@ class OpenLeg:
             self._num_bytes = num_bytes
 
         return keep
+
+    def _unreadable(self, error: EngineBroken, max_answer_bytes: int | None) -> LegFailed:
+        """Books a body that broke off or is too large. Returns the error to raise."""
+        if not isinstance(error, ReplyTooLarge):
+            return self.break_off(error)
+        return self.fail(str(error) if max_answer_bytes is None else too_large(max_answer_bytes))
 
     async def _whole_reply(self, leg: Leg) -> EngineReply:
         try:

@@ -77,7 +77,10 @@ class LegRunner:
         with limit, prefiller.relied_on(limit, leg.go_down):
             await leg.open()
             try:
-                return prefiller.adapter.read_prefill(attempt.context.request, await leg.read())
+                reply = leg.read_now()
+                if reply is None:
+                    reply = await leg.read()
+                return prefiller.adapter.read_prefill(attempt.context.request, reply)
             except NobodyReached as error:
                 raise leg.reach_nobody(str(error)) from error
             except NoHandoff as error:

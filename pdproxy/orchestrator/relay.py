@@ -133,10 +133,14 @@ class Relay:
         with limit, leg.relied_on(limit):
             await leg.open()
             try:
-                body = await self._read_whole(leg, needs_text, opening)
+                body = leg.read_now(self._context.max_answer_bytes)
+                if body is None:
+                    body = await leg.read(self._context.max_answer_bytes)
+                body = self._as_client_gets(body, leg, needs_text, opening)
             finally:
                 leg.close()
-        await self._send_whole(body)
+        if not self._sent_now(body):
+            await self._send_whole(body)
 
     async def assemble(self, leg: OpenLeg, *, needs_text: bool, opening: Opening | None = None) -> None:
         """Does the same as `decode`, where the client wants a whole answer and the engine is asked for a stream.
@@ -153,7 +157,8 @@ class Relay:
                     await self._relay_stream(leg, limit, needs_text, opening)
                     body = self._assembled(leg)
                 else:  # as the client wanted it in the first place
-                    body = await self._read_whole(leg, needs_text, opening)
+                    body = await leg.read(self._context.max_answer_bytes)
+                    body = self._as_client_gets(body, leg, needs_text, opening)
             finally:
                 leg.close()
         await self._send_whole(body)
@@ -399,8 +404,8 @@ class Relay:
         except (CorruptAnswer, NotAssembledError) as error:
             raise LegFailed("decode", self._context.last_attempt.decoder or "", str(error)) from error
 
-    async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
-        body = await leg.read(self._context.max_answer_bytes)
+    def _as_client_gets(self, body: bytes, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
+        """Returns a whole answer as the client gets it. Raises `LegFailed` where it is none."""
         try:
             self._dialect.check_whole(body, needs_text=needs_text)
         except CorruptAnswer as error:
@@ -412,10 +417,13 @@ class Relay:
         usage = self._context.prompt_usage
         return body if usage is None else self._dialect.with_prompt_usage(body, usage)
 
-    async def _send_whole(self, body: bytes) -> None:
+    def _sent_now(self, body: bytes) -> bool:
+        """Sends a whole answer where the client need not be waited for; else returns False."""
         self._context.record.tokens.tell(body)
-        if not self._context.client.may_wait:
-            await self._context.answer(200, JSON, body)
+        return self._context.answer_now(200, JSON, body)
+
+    async def _send_whole(self, body: bytes) -> None:
+        if self._sent_now(body):
             return
         with Deadline(self._idle_s, self._stalled):
             await self._context.answer(200, JSON, body)

@@ -182,15 +182,15 @@ class PromptClient:
         """Does nothing: the stream ends when all prompts have been answered."""
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        self.answer_now(status, headers, body)
+
+    def answer_now(self, status: int, headers: Headers, body: bytes) -> bool:
         try:
             self._prompts.keep(body, self.index)
         except CorruptAnswer as error:
             raise self._failed(error) from error
         self.is_started = True
-
-    @property
-    def may_wait(self) -> bool:
-        return self._client.may_wait
+        return True
 
     @property
     def outlet(self) -> Outlet | None:

@@ -48,9 +48,9 @@ class AsgiClient:
         await self.send(body)
         await self.end()
 
-    @property
-    def may_wait(self) -> bool:
-        return True
+    def answer_now(self, status: int, headers: Headers, body: bytes) -> bool:
+        """Returns False, because messages have to be awaited."""
+        return False
 
     @property
     def outlet(self) -> None:

@@ -280,15 +280,16 @@ class Exchange:
         self._complete()
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        while self._flow.write_paused:
+        while not self.answer_now(status, headers, body):
             await self._flow.drain()
+
+    def answer_now(self, status: int, headers: Headers, body: bytes) -> bool:
+        if self._flow.write_paused:
+            return False
         self._head = self._write_head(status, headers, b"content-length: %d\r\n" % len(body))
         self._put(body)
         self._complete()
-
-    @property
-    def may_wait(self) -> bool:
-        return self._flow.write_paused
+        return True
 
     @property
     def outlet(self) -> Outlet | None:

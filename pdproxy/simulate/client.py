@@ -71,7 +71,6 @@ class SimulatedClient:
 
     __slots__ = ("_loop", "first_at", "forwarded", "headers", "is_started", "last_at", "memory", "patience", "status")
 
-    may_wait = False
     outlet = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop, session: int | None, session_header: str) -> None:
@@ -101,5 +100,9 @@ class SimulatedClient:
         """Does nothing: everything has come."""
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        self.answer_now(status, headers, body)
+
+    def answer_now(self, status: int, headers: Headers, body: bytes) -> bool:
         self.is_started = True
         self.status = status
+        return True

@@ -33,6 +33,9 @@ class WholeLeg:
     async def read(self, check: CheckSize = REPLY) -> bytes:
         return self._body
 
+    def read_now(self, check: CheckSize = REPLY) -> bytes | None:
+        return self._body
+
     async def read_chunk(self) -> bytes:
         body, self._body = self._body, b""
         return body
@@ -109,6 +112,9 @@ class StreamLeg:
         while await self.read_chunk():
             pass
         return _WHOLE
+
+    def read_now(self, check: CheckSize = REPLY) -> bytes | None:
+        return None
 
     async def read_chunk(self) -> bytes:
         if not self._unread and not self._is_over:

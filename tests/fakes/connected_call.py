@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import uvicorn
@@ -74,6 +75,9 @@ class Line:
             return
         self.fill(len(data))
         self.take_soon()
+
+    def writelines(self, pieces: Iterable[bytes]) -> None:
+        self.write(b"".join(pieces))
 
     def take_soon(self) -> None:
         """Who takes its time over it takes part in the request: as a task that it starts."""

@@ -575,6 +575,9 @@ class FakeLeg:
     async def read(self, check: CheckSize = REPLY) -> bytes:
         return await read_whole(self.read_chunk, check)
 
+    def read_now(self, check: CheckSize = REPLY) -> bytes | None:
+        return None
+
     async def read_chunk(self) -> bytes:
         """Raises `EngineBroken` where the process ends that answers."""
         self._engine.check_lives(self._life)

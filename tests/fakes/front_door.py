@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -260,6 +260,9 @@ class Wire:
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
+
+    def writelines(self, pieces: Iterable[bytes]) -> None:
+        self.write(b"".join(pieces))
 
     def is_closing(self) -> bool:
         return self.is_closed

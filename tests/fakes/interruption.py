@@ -112,6 +112,9 @@ class TrackedLeg:
     async def read(self, check: CheckSize = REPLY) -> bytes:
         return await self._leg.read(check)
 
+    def read_now(self, check: CheckSize = REPLY) -> bytes | None:
+        return self._leg.read_now(check)
+
     async def read_chunk(self) -> bytes:
         return await self._leg.read_chunk()
 

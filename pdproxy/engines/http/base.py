@@ -105,6 +105,9 @@ class Leg(Protocol):
     async def read(self, check: CheckSize = REPLY) -> bytes:
         """Returns the whole body. Raises `EngineBroken`, and what `check` raises."""
 
+    def read_now(self, check: CheckSize = REPLY) -> bytes | None:
+        """Returns the whole body where all of it has come; else None, and nothing was read. Raises as `read` does."""
+
     async def read_chunk(self) -> bytes:
         """Returns the next piece of the body as it comes, ``b""`` at its end. Raises `EngineBroken`."""
 

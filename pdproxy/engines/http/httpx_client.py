@@ -76,6 +76,10 @@ class HttpxLeg:
     async def read(self, check: CheckSize = REPLY) -> bytes:
         return await read_whole(self.read_chunk, check)
 
+    def read_now(self, check: CheckSize = REPLY) -> bytes | None:
+        """Returns None: httpx says nothing without being awaited."""
+        return None
+
     async def read_chunk(self) -> bytes:
         """Returns the next piece, ``b""`` at the end. At the body's end the connection is free for others before the
         caller is told.

@@ -111,10 +111,16 @@ class Http1Leg:
 
     async def read(self, check: CheckSize = REPLY) -> bytes:
         """Returns the whole body, or what is left of it. Raises `EngineBroken`, and what `check` raises."""
+        body = self.read_now(check)
+        return await self._read_rest(check) if body is None else body
+
+    def read_now(self, check: CheckSize = REPLY) -> bytes | None:
+        """Returns the whole body, or what is left of it; None where more is to come. Most replies come in one piece
+        with their heads."""
         self._check_not_poured()
         if not self._is_over:
-            return await self._read_rest(check)
-        body = self._take_unread()  # most replies come in one piece with their heads
+            return None
+        body = self._take_unread()
         check(len(body))
         return body
 
