@@ -27,18 +27,31 @@ class Deadline:
     """``with Deadline(seconds, error):`` raises `error` out of the block when the block has not ended by then.
 
     A `Deadline` belongs to the task that enters it, and is entered once. `error` may be an exception, or a function
-    that makes one at the moment in which the block is cut short. `seconds` may be infinite. Implements
-    `coarse_timer.Alarm`.
+    that makes one at the moment in which the block is cut short. `seconds` may be infinite. `outer` is a limit within
+    whose block this one is entered, so that the running loop need not be asked for. Implements `coarse_timer.Alarm`.
 
     Mutable state: the time at which it is due, on the loop's clock, and the error that is raised then; the alarms that
     it is set among, or the timer of a limit that is due soon; whether the block was cut short.
     """
 
-    __slots__ = ("_alarms", "_error", "_loop", "_num_cancels", "_seconds", "_task", "_timer", "due_at", "is_cut")
+    __slots__ = (
+        "_alarms",
+        "_error",
+        "_loop",
+        "_num_cancels",
+        "_outer",
+        "_seconds",
+        "_task",
+        "_timer",
+        "due_at",
+        "is_cut",
+    )
 
-    def __init__(self, seconds: float, error: Exception | MakeError) -> None:
+    def __init__(self, seconds: float, error: Exception | MakeError, outer: Deadline | None = None) -> None:
         self._seconds = seconds
         self._error = error
+        self._outer = outer
+        self._loop: asyncio.AbstractEventLoop
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._alarms: CoarseTimer | None = None
@@ -46,7 +59,7 @@ class Deadline:
         self.is_cut = False
 
     def __enter__(self) -> Deadline:
-        self._loop = loop = get_running_loop()
+        self._loop = loop = get_running_loop() if self._outer is None else self._outer._loop
         self._task = task = current_task(loop)
         assert task is not None
         self._num_cancels = task.cancelling()

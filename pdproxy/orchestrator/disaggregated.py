@@ -51,8 +51,8 @@ class PrefillerWatchdog(Deadline):
 
     __slots__ = ("_is_looked_at", "_prefiller", "_probe_s")
 
-    def __init__(self, prefiller: Instance, after_s: float, *, probe_s: float) -> None:
-        super().__init__(after_s, self._not_well)
+    def __init__(self, prefiller: Instance, after_s: float, outer: Deadline, *, probe_s: float) -> None:
+        super().__init__(after_s, self._not_well, outer)
         self._prefiller = prefiller
         self._probe_s = probe_s
         self._is_looked_at = False
@@ -143,7 +143,7 @@ class Disaggregated:
                 if attempt.record.phase is _PREFILL:
                     attempt.record.advance(_KV_WAIT)
                 if not asked.stream:
-                    with self._watchdog(prefiller, self._legs.first_byte_timeout_s):
+                    with self._watchdog(attempt, self._legs.first_byte_timeout_s):
                         # Waits for ever: the watchdog ends this, or `run_alongside` does when the decode leg is over.
                         await asyncio.get_running_loop().create_future()
 
@@ -221,7 +221,7 @@ class Disaggregated:
             if asked.stream or not traits.is_lease_strict:
                 await answer
             else:
-                with self._watchdog(attempt.prefiller, first_byte_s):
+                with self._watchdog(attempt, first_byte_s):
                     await answer
         except (LegFailed, LegTimedOut):
             attempt.decode_failed()
@@ -237,8 +237,9 @@ class Disaggregated:
             attempt.decode_failed()
             raise
 
-    def _watchdog(self, prefiller: Instance, after_s: float) -> PrefillerWatchdog:
-        return PrefillerWatchdog(prefiller, after_s, probe_s=self._probe_timeout_s)
+    def _watchdog(self, attempt: Attempt, after_s: float) -> PrefillerWatchdog:
+        outer = attempt.context.limit
+        return PrefillerWatchdog(attempt.prefiller, after_s, outer, probe_s=self._probe_timeout_s)
 
 
 def _gone(instance: Instance) -> MakeError:

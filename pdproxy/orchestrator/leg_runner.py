@@ -73,7 +73,11 @@ class LegRunner:
         limit_s, prefiller = limit_s or self.prefill_timeout_s, attempt.prefiller
         leg = OpenLeg("prefill", attempt, _call(attempt, body), self._observer, hands_over=hands_over)
         body = b""  # the leg lets go of it when it is sent
-        limit = Deadline(limit_s, lambda: leg.time_out(f"the prefill leg took longer than {limit_s:g} s"))
+        limit = Deadline(
+            limit_s,
+            lambda: leg.time_out(f"the prefill leg took longer than {limit_s:g} s"),
+            attempt.context.limit,
+        )
         with limit, prefiller.relied_on(limit, leg.go_down):
             await leg.open()
             try:

@@ -60,8 +60,10 @@ class _Patience(Deadline):
 
     __slots__ = ("_left_s", "_leg", "_look_s", "_too_late")
 
-    def __init__(self, leg: OpenLeg, look_s: float, whole_s: float, too_late: Callable[[], Exception]) -> None:
-        super().__init__(min(look_s, whole_s), too_late)
+    def __init__(
+        self, leg: OpenLeg, look_s: float, whole_s: float, too_late: Callable[[], Exception], outer: Deadline
+    ) -> None:
+        super().__init__(min(look_s, whole_s), too_late, outer)
         self._leg = leg
         self._look_s = look_s
         self._left_s = whole_s - look_s
@@ -121,7 +123,7 @@ class Relay:
         Raises as `OpenLeg` does, `LegTimedOut`, and `ClientStalledError`.
         """
         if self._context.request.stream:
-            limit = Deadline(self._first_byte_s, lambda: leg.time_out(self._too_late))
+            limit = Deadline(self._first_byte_s, lambda: leg.time_out(self._too_late), self._context.limit)
             with limit, leg.relied_on(limit):
                 await leg.open()
                 try:
@@ -129,7 +131,8 @@ class Relay:
                 finally:
                     leg.close()
             return
-        limit = _Patience(leg, self._first_byte_s, self._whole_s, lambda: leg.time_out(self._too_long))
+        outer = self._context.limit
+        limit = _Patience(leg, self._first_byte_s, self._whole_s, lambda: leg.time_out(self._too_long), outer)
         with limit, leg.relied_on(limit):
             await leg.open()
             try:
@@ -149,7 +152,7 @@ class Relay:
         stream had begun.
         """
         self._is_kept = True
-        limit = Deadline(self._first_byte_s, lambda: leg.time_out(self._too_late))
+        limit = Deadline(self._first_byte_s, lambda: leg.time_out(self._too_late), self._context.limit)
         with limit, leg.relied_on(limit):
             await leg.open()
             try:
