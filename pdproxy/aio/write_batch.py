@@ -4,14 +4,16 @@ To write to a socket whose reader sleeps wakes that reader, which takes longer t
 dozens of sockets readable in one turn and has a little to write for each. Where it writes at once, a fast reader at the
 other end has dealt with it and sleeps again before the next write. What is written in a row finds the reader awake.
 
-What must hold: the bytes of one socket go out in the order in which they were written, nothing waits longer than the
-turn of the loop in which it was written, and nobody waits for more than `MAX_WRITES` others. A violation would be seen
-as a garbled answer, or as one that hangs until something else happens.
+What must hold: the bytes of one socket go out in the order in which they were written, nothing waits longer than one
+round of the loop, or for more than `MAX_WRITES` others, and nothing that was written before its transport closes is
+lost. A violation would be seen as a garbled answer, as one that hangs until something else happens, or as an empty one.
+(The round ends with the callbacks that were due, or, on uvloop, with what has come meanwhile.)
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any, Final, cast
@@ -37,24 +39,23 @@ class WriteBatch:
     how many came since, while it is not; whether the last turn that was counted had enough of them.
     """
 
-    __slots__ = ("_does_pay", "_is_open", "_num_direct", "_num_writes", "_waiting", "loop")
+    __slots__ = ("_does_pay", "_is_open", "_num_direct", "_num_writes", "_waiting")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+    def __init__(self) -> None:
         self._waiting: list[BatchedTransport] = []
         self._is_open = False
         self._num_writes = 0
         self._num_direct = 0
         self._does_pay = False
 
-    def may_wait(self) -> bool:
-        """Tells whether a write may wait, because `end_turn` will be called. Counts the write."""
+    def may_wait(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Tells whether a write may wait, because `loop` will call for what waits. Counts the write."""
         if not self._is_open:
             self._num_direct += 1
             if not self._does_pay and self._num_direct < PROBE_WRITES:
                 return False
+            loop.call_soon(self._end_turn)
             self._is_open, self._num_direct, self._num_writes = True, 0, 0
-            self.loop.call_soon(self._end_turn)
         self._num_writes += 1
         return True
 
@@ -76,7 +77,8 @@ class WriteBatch:
                 transport.flush()
             except Exception:  # one broken transport must not keep the others from their bytes
                 log.exception("a write met a bug")
-                transport.abort()
+                with contextlib.suppress(Exception):
+                    transport.abort()
 
 
 class BatchedTransport:
@@ -84,18 +86,23 @@ class BatchedTransport:
     as `transport` does, and at once; what was written before goes first.
 
     It has the methods of `asyncio.Transport` that are used here, and no such base, which a compiled class cannot have.
-    Mutable state: what waits, and its size in bytes.
+    Where the other end stops sending, the loop closes `transport` itself: a protocol that does not keep it open has
+    to `flush` in `eof_received`. Mutable state: what waits, and its size in bytes.
     """
 
-    __slots__ = ("_batch", "_num_bytes", "_pieces", "_transport")
+    __slots__ = ("_batch", "_loop", "_num_bytes", "_pieces", "_transport")
 
-    def __init__(self, transport: asyncio.Transport, batch: WriteBatch) -> None:
+    def __init__(self, transport: asyncio.Transport, batch: WriteBatch, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
         self._batch = batch
+        self._loop = loop
         self._pieces: list[bytes] = []
         self._num_bytes = 0
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Any) -> None:
+        """Writes bytes, or anything that has bytes."""
+        if not isinstance(data, bytes):
+            data = bytes(data)  # what waits must not change
         if not self._waits(len(data)):
             self._transport.write(data)
         elif data:
@@ -124,7 +131,7 @@ class BatchedTransport:
         """
         waits = (
             self._num_bytes + num_bytes <= MAX_BYTES
-            and self._batch.may_wait()
+            and self._batch.may_wait(self._loop)
             and not self._transport.get_write_buffer_size()
         )
         if waits:
@@ -198,5 +205,5 @@ _all: WeakKeyDictionary[asyncio.AbstractEventLoop, WriteBatch] = WeakKeyDictiona
 
 def batched(transport: asyncio.BaseTransport, loop: asyncio.AbstractEventLoop) -> BatchedTransport:
     """Returns `transport` with its writes batched among all those of `loop`."""
-    batch = _all.get(loop) or _all.setdefault(loop, WriteBatch(loop))
-    return BatchedTransport(cast(asyncio.Transport, transport), batch)
+    batch = _all.get(loop) or _all.setdefault(loop, WriteBatch())
+    return BatchedTransport(cast(asyncio.Transport, transport), batch, loop)

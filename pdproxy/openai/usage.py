@@ -74,7 +74,8 @@ def _without_roles(raw: msgspec.Raw) -> list[dict[str, Any]]:
     """Returns a chunk's choices without their roles. Leaves out the choices that said nothing but the role."""
     choices = []
     for choice in msgspec.json.decode(raw, type=list[dict[str, Any]]):
-        delta = choice.get("delta") or {}
+        delta = choice.get("delta")
+        delta = delta if isinstance(delta, dict) else {}
         says_more = any(value for name, value in delta.items() if name != "role")
         if says_more or "role" not in delta or choice.get("finish_reason") or choice.get("token_ids"):
             choices.append(choice | ({"delta": {k: v for k, v in delta.items() if k != "role"}} if delta else {}))

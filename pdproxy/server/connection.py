@@ -92,6 +92,10 @@ class ClientConnection(BoundedConnection):
         if self._turn is not None and not self.transport.is_closing():
             self._turn.go_on()
 
+    def eof_received(self) -> None:
+        """Writes what waits: the loop closes the connection then, whose client may go on reading."""
+        self.transport.flush()  # type: ignore[attr-defined]
+
     def connection_lost(self, exc: Exception | None) -> None:
         turn, self._turn = self._turn, None
         if isinstance(self.cycle, Exchange):

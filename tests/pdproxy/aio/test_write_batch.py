@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import socket
 from typing import Any
 
 import pytest
+import uvloop
 
+from pdproxy.aio import write_batch
 from pdproxy.aio.write_batch import (
     MAX_BYTES,
     MAX_WRITES,
@@ -77,8 +80,8 @@ class World:
         self.loop: Any = Loop()
         self.told: list[tuple[str, bytes]] = []
         self.wires: list[Any] = [Wire(f"w{number}", self.told) for number in range(num_wires)]
-        batch = WriteBatch(self.loop)
-        self.transports = [BatchedTransport(wire, batch) for wire in self.wires]
+        batch = WriteBatch()
+        self.transports = [BatchedTransport(wire, batch, self.loop) for wire in self.wires]
 
     def make_busy(self) -> None:
         """A turn after which it pays that writes wait."""
@@ -172,6 +175,17 @@ def test_a_socket_that_closes_meanwhile_is_not_written_to() -> None:
     assert world.told == [("w1", b"a")]
 
 
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+def test_what_waits_does_not_change(kind: Any) -> None:
+    world = World(1)
+    world.make_busy()
+    data = bytearray(b"abc")
+    world.transports[0].write(kind(data))
+    data[:] = b"xyz"
+    world.loop.end_turn()
+    assert world.told == [("w0", b"abc")]
+
+
 def test_a_bug_at_one_socket_does_not_keep_the_others_from_their_bytes(caplog: pytest.LogCaptureFixture) -> None:
     world = World(2)
     world.make_busy()
@@ -241,3 +255,23 @@ async def test_real_sockets_get_all_of_it_in_order() -> None:
         for (reader, writer), wanted in zip(readers, expected, strict=True):
             assert await reader.read(-1) == wanted
             writer.close()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_loop_that_ended_is_let_go(new_loop: Any) -> None:
+    async def write() -> None:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        transport, _ = await loop.create_connection(asyncio.Protocol, sock=ours)
+        batched(transport, loop).write(b"x")
+        transport.abort()
+        theirs.close()
+
+    gc.collect()
+    before = len(write_batch._all)
+    loop = new_loop()
+    loop.run_until_complete(write())
+    loop.close()
+    del loop
+    gc.collect()
+    assert len(write_batch._all) == before

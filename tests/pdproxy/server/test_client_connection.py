@@ -13,7 +13,7 @@ from pdproxy.openai.request import GenerationRequest
 from pdproxy.orchestrator.context import Client
 from pdproxy.server.connection import ClientConnection
 from tests.fakes.both_loops import on_both_loops
-from tests.fakes.front_door import FrontDoor, echo, front_door, post, stream_echo
+from tests.fakes.front_door import FrontDoor, Play, echo, front_door, post, stream_echo
 from tests.fakes.proxy_harness import until
 
 PIECE = b"x" * 65536
@@ -370,6 +370,22 @@ async def test_gone_while_it_is_served(point: str, way: str) -> None:
         getattr(client, way)()
         await door.ended()
         assert door.outcomes == ["client_gone"]
+
+
+@pytest.mark.parametrize("play", [echo, stream_echo])
+@on_both_loops
+async def test_who_stops_sending_with_the_request_gets_the_answer(play: Play) -> None:
+    """Many at once, whose answers go out in a row: the loop closes a connection where it sees that no more comes."""
+    async with front_door() as door:
+        door.play = play
+        for _ in range(2):  # in the first round it is learnt that there are many
+            clients = [await door.connect() for _ in range(40)]
+            for client in clients:
+                client.send(post())
+                client.half_close()
+            answers = await asyncio.gather(*(client.rest() for client in clients))
+            assert sum(b"hi" in answer for answer in answers) == 40
+        await door.ended()
 
 
 @pytest.mark.parametrize("way", ["leave", "half_close"])
