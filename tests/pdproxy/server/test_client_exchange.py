@@ -598,7 +598,9 @@ async def test_what_is_left_to_uvicorn(door: FrontDoor) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_pages_from_elsewhere(path: str) -> None:
-    route: Any = object()
+    connection, _ = wired(make_door())
+    route = connection._routes.find(path.encode(), [])
+    assert route is not None
     origin = [(b"host", b"proxy"), (b"origin", b"https://shop.example")]
     for is_open in (False, True):
         routes = DirectRoutes({path: route}, may_be_asked_from_elsewhere=is_open)
