@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -146,8 +147,15 @@ async def browser(folder: Path) -> AsyncIterator[Page]:
     arguments = ["--headless=new", "--remote-debugging-port=0", f"--user-data-dir={folder}", "--no-first-run"]
     arguments += ["--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-sync"]
     arguments += ["--no-sandbox"] if os.geteuid() == 0 else []
+    # It leaves folders there, whose names must be short, because a socket is in one.
+    temporary = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
     process = await asyncio.create_subprocess_exec(
-        program, *arguments, "about:blank", stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        program,
+        *arguments,
+        "about:blank",
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=os.environ | {"TMPDIR": temporary.name},
     )
     try:
         address = await _address(folder / "DevToolsActivePort")
@@ -162,6 +170,7 @@ async def browser(folder: Path) -> AsyncIterator[Page]:
             hearing.cancel()
     finally:
         await _end(process)
+        temporary.cleanup()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
