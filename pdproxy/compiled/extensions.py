@@ -19,7 +19,7 @@ cost nothing."""
 
 LINUX_FLAGS = ["-fno-plt", "-fvisibility=hidden"]
 """Calls within the library, and into Python's own, take no way round by tables that are there for libraries which are
-put together at run time. Together they save a tenth of a short request."""
+put together at run time."""
 
 OPTIONS = """\
 [mypy]
