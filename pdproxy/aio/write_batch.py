@@ -61,6 +61,7 @@ class WriteBatch:
 
     def add(self, transport: BatchedTransport) -> None:
         """Has `transport` flushed at the turn's end, or now where `MAX_WRITES` wait."""
+        transport.is_listed = True
         self._waiting.append(transport)
         if len(self._waiting) >= MAX_WRITES:
             self._flush()
@@ -73,6 +74,7 @@ class WriteBatch:
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
         for transport in waiting:
+            transport.is_listed = False
             try:
                 transport.flush()
             except Exception:  # one broken transport must not keep the others from their bytes
@@ -87,10 +89,10 @@ class BatchedTransport:
 
     It has the methods of `asyncio.Transport` that are used here, and no such base, which a compiled class cannot have.
     Where the other end stops sending, the loop closes `transport` itself: a protocol that does not keep it open has
-    to `flush` in `eof_received`. Mutable state: what waits, and its size in bytes.
+    to `flush` in `eof_received`. Mutable state: what waits, and its size in bytes; whether the batch lists it.
     """
 
-    __slots__ = ("_batch", "_loop", "_num_bytes", "_pieces", "_transport")
+    __slots__ = ("_batch", "_loop", "_num_bytes", "_pieces", "_transport", "is_listed")
 
     def __init__(self, transport: asyncio.Transport, batch: WriteBatch, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -98,6 +100,8 @@ class BatchedTransport:
         self._loop = loop
         self._pieces: list[bytes] = []
         self._num_bytes = 0
+        self.is_listed = False
+        """Whether the batch will flush it. It stays so when it is flushed before: the batch counts transports."""
 
     def write(self, data: Any) -> None:
         """Writes bytes, or anything that has bytes."""
@@ -106,11 +110,9 @@ class BatchedTransport:
         if not self._waits(len(data)):
             self._transport.write(data)
         elif data:
-            if not self._pieces:
-                self._pieces = [data]
+            self._pieces.append(data)
+            if not self.is_listed:
                 self._batch.add(self)
-            else:
-                self._pieces.append(data)
 
     def writelines(self, pieces: Sequence[bytes]) -> None:
         num_bytes = 0
@@ -118,11 +120,10 @@ class BatchedTransport:
             num_bytes += len(piece)
         if not self._waits(num_bytes):
             self._transport.writelines(pieces)
-        elif not self._pieces:
-            self._pieces = list(pieces)
-            self._batch.add(self)
         else:
             self._pieces += pieces
+            if not self.is_listed:
+                self._batch.add(self)
 
     def _waits(self, num_bytes: int) -> bool:
         """Tells whether a write of `num_bytes` waits. If not, what waits is written now.

@@ -128,6 +128,25 @@ def test_no_more_than_so_many_wait() -> None:
     assert len(world.told) == MAX_WRITES
 
 
+def test_a_socket_that_is_written_much_to_is_one_of_those_that_wait() -> None:
+    """It goes out each time it has a batch of its own, and does not make the others go early by that."""
+    world = World(2)
+    world.make_busy()
+    first, second = world.transports
+    piece = bytes(MAX_BYTES // 2)
+    first.write(piece)
+    second.write(b"waits")
+    for _ in range(4 * MAX_WRITES):
+        first.write(piece)
+    assert ("w1", b"waits") not in world.told
+    first.write(b"last")
+    world.loop.end_turn()
+    assert [name for name, _ in world.told[-2:]] == ["w0", "w1"]
+    assert world.told[-1] == ("w1", b"waits")
+    assert b"".join(data for name, data in world.told if name == "w0") == piece * (1 + 4 * MAX_WRITES) + b"last"
+    assert not world.loop.callbacks
+
+
 def test_several_writes_to_one_socket_are_one() -> None:
     world = World(1)
     world.make_busy()

@@ -21,6 +21,10 @@ FRESH_S = 0.01
 """The seconds for which a kept connection may be used again without a look at its socket: a live event loop has noticed
 what happened before.
 """
+LARGE_READ_BYTES = 64 * 1024
+"""The size from which on one read is all that a turn of the event loop has. uvloop reads up to 32 times in a row as
+long as each read fills its 250 KiB, and all that could be dealt with quickly would be dealt with in one turn.
+"""
 
 
 class Listener(Protocol):
@@ -182,11 +186,16 @@ class Connection:
     def _hear(self, data: bytes) -> None:
         """Has the listener hear more than a slice of bytes. No more are read from the engine until it has."""
         self._unheard, self._heard = data, 0
+        if len(data) >= LARGE_READ_BYTES:
+            self._read(is_wanted=False)
         self._hear_on()
 
     def _hear_on(self) -> None:
         """Has the listener hear one slice after another until `TURN_S` is over. It hears the rest in later turns,
-        unless it is paused or has had enough."""
+        unless it is paused or has had enough. Where nothing is left of earlier turns, more is read."""
+        if not self._unheard:
+            self._read(is_wanted=not self._is_paused)
+            return
         until = monotonic() + TURN_S  # uvloop's own clock stands still within a turn
         while self._unheard and not self._is_paused and self._listener is not None:
             unheard, start, size = self._unheard, self._heard, self.slice_bytes
@@ -200,13 +209,9 @@ class Connection:
                 self._lose(bug)
             if monotonic() >= until:
                 break
-        if self._is_paused:
-            return
-        if self._unheard:
+        if not self._is_paused and (self._unheard or not self._is_reading):
             self._read(is_wanted=False)
             self.loop.call_soon(self._hear_on)
-        else:
-            self._read(is_wanted=True)
 
     def _read(self, *, is_wanted: bool) -> None:
         transport = self._transport

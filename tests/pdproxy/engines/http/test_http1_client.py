@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -312,7 +313,38 @@ async def test_what_costs_little_is_heard_in_one_turn(monkeypatch: pytest.Monkey
     assert b"".join(bucket.heard[:-1]) == b"x" * 20_000
     assert bucket.heard[-1] == "end"
     assert call.is_kept
-    assert call.transport.is_reading
+    assert await until_reading(call) <= 2
+
+
+@on_both_loops
+async def test_one_large_read_is_a_turns_work() -> None:
+    """However little it costs. uvloop would go on reading in the same turn, as long as there is more."""
+
+    async def pour(wire: Wire) -> None:
+        await wire.request()
+        await wire.send(CHUNKED)
+        for _ in range(160):
+            await wire.send(b"10000\r\n" + bytes(65536) + b"\r\n")
+        await wire.send(LAST_CHUNK)
+
+    num_turns, by_turn = 0, Counter[int]()
+
+    def next_turn() -> None:
+        nonlocal num_turns
+        num_turns += 1
+        if bucket.heard[-1:] != ["end"]:
+            asyncio.get_running_loop().call_soon(next_turn)
+
+    async with talking_to(pour) as (_, client):
+        call = await client.post("/", b"{}", {})
+        source = call.source
+        assert source is not None
+        bucket = Bucket(lambda: by_turn.update({num_turns: len(bucket.heard[-1])}))
+        next_turn()
+        source.pour(bucket)
+        await until(lambda: bucket.heard[-1:] == ["end"])
+    assert sum(map(len, bucket.heard[:-1])) == 160 * 65536
+    assert max(by_turn.values()) <= 256 * 1024
 
 
 async def test_a_full_sink_hears_nothing_more_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
