@@ -6,28 +6,72 @@ The proxy's own connection and the built-in engine's are both this one.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from time import monotonic
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
-"""The most bytes of a request's head beyond one read, and of what else is no body: the trailers behind it."""
+"""The most bytes of a request's head beyond one slice, and of what else is no body: the trailers behind it."""
 MAX_PIPELINED = 100
 """The most requests of a client that wait for earlier ones. One read can have ten thousand, and each takes a hundred
 times as much in memory."""
+
+
+SLICE_BYTES = 16 * 1024
+"""The most bytes that are parsed at a time. Where each of them makes work, as in a body of chunks of a byte, that takes
+four milliseconds. A read can be 16 times as large.
+"""
+TURN_S = 0.001
+"""The seconds after which no further slice of what was read is parsed before the event loop has gone round."""
+LARGE_READ_BYTES = 64 * 1024
+"""The size from which on one read is all that a turn of the event loop has. uvloop reads up to 32 times in a row as
+long as each read fills its 250 KiB.
+"""
 
 
 class _TooManyError(Exception):
     """_TooManyError stops the parser. Nobody outside sees it."""
 
 
+class _Flow(FlowControl):
+    """A _Flow reads nothing while it is held, besides what uvicorn has it do.
+
+    Mutable state, besides uvicorn's: whether it is held.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._is_held = False
+
+    def hold(self) -> None:
+        self._is_held = True
+        self._transport.pause_reading()
+
+    def let_go(self) -> None:
+        self._is_held = False
+        if not self.read_paused and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def resume_reading(self) -> None:
+        if self._is_held:
+            self.read_paused = False
+        else:
+            super().resume_reading()
+
+
 class BoundedConnection(HttpToolsProtocol):
     """BoundedConnection is what uvicorn calls a protocol.
 
+    What must hold: no client has more than a few milliseconds of a turn of the event loop, whatever it sends. Otherwise
+    much time would pass between two tokens of somebody else's answer.
+
     Mutable state, besides uvicorn's (`cycle` is the latest request, `pipeline` those whose turn is still to come):
-    whether a head or trailers are under way, their size without the first read (-1 in that read), and whether the head
-    is over.
+    what was read and is not parsed; whether a head or trailers are under way, their size without the first slice (-1 in
+    that slice), and whether the head is over.
     """
 
     cycle: Any
@@ -35,14 +79,53 @@ class BoundedConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._unparsed = memoryview(b"")
         self._is_in_head = False
         self._is_past_head = False
         self._num_head_bytes = 0
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = self._flow = _Flow(transport)
+
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        if len(data) <= SLICE_BYTES:
+            self._parse(data)
+            return
+        self._unparsed = memoryview(data)
+        self._parse_some()
+        if self._unparsed or len(data) >= LARGE_READ_BYTES:
+            self._flow.hold()
+            self.loop.call_soon(self._parse_on)
+
+    def _parse(self, data: bytes) -> None:
+        """Parses at most `SLICE_BYTES`."""
+        HttpToolsProtocol.data_received(self, data)
         if self._is_in_head:
             self._measure_head(len(data))
+
+    def _parse_some(self) -> None:
+        """Parses one slice after another until `TURN_S` is over."""
+        until = monotonic() + TURN_S  # the loop's own clock stands still within a turn
+        while self._unparsed:
+            data, self._unparsed = self._unparsed[:SLICE_BYTES], self._unparsed[SLICE_BYTES:]
+            self._parse(data)  # type: ignore[arg-type]  # the parser takes any buffer
+            if self.transport.is_closing():
+                self._unparsed = memoryview(b"")
+            if monotonic() >= until:
+                return
+
+    def _parse_on(self) -> None:
+        """Parses what was read in an earlier turn. Where nothing is left of it, more is read."""
+        self._parse_some()
+        if self._unparsed:
+            self.loop.call_soon(self._parse_on)
+        else:
+            self._flow.let_go()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unparsed = memoryview(b"")
+        super().connection_lost(exc)
 
     # ── the parser's calls ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,7 +190,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_head_bytes = -1
 
     def _measure_head(self, num_bytes: int) -> None:
-        """Notes that a read of `num_bytes` has ended within a head. The first one may have begun with something else,
+        """Notes that a slice of `num_bytes` has ended within a head. The first one may have begun with something else,
         and does not count."""
         self._num_head_bytes = 0 if self._num_head_bytes < 0 else self._num_head_bytes + num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:

@@ -77,8 +77,14 @@ class ClientConnection(BoundedConnection):
     def rests_since(self) -> float | None:
         """Returns since when nothing is under way, on the loop's clock; None where something is, or where the
         connection would not be closed at once: because it is being closed, or its client has not taken everything."""
-        is_busy = self._is_in_head or (self.cycle is not None and not self.cycle.response_complete)
-        is_bound = is_busy or self.transport.is_closing() or self.transport.get_write_buffer_size() > 0
+        is_busy = self.cycle is not None and not self.cycle.response_complete
+        is_bound = (
+            is_busy
+            or self._is_in_head
+            or self._unparsed
+            or self.transport.is_closing()
+            or self.transport.get_write_buffer_size() > 0
+        )
         return None if is_bound else self._idle_since
 
     # ── the transport's calls ───────────────────────────────────────────────────────────────────────────────────────
@@ -87,8 +93,8 @@ class ClientConnection(BoundedConnection):
         super().connection_made(batched(transport, self.loop))  # type: ignore[arg-type]
         self._rest()
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+    def _parse(self, data: bytes) -> None:
+        super()._parse(data)
         if self._turn is not None and not self.transport.is_closing():
             self._turn.go_on()
 
@@ -209,7 +215,8 @@ class ClientConnection(BoundedConnection):
                 self._rest()
             return
         if not self.pipeline:
-            self.flow.resume_reading()
+            if self.flow.read_paused:
+                self.flow.resume_reading()
             self._rest()
             return
         cycle, app = self.pipeline.pop()

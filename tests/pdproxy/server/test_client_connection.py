@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from pdproxy.openai.request import GenerationRequest
+from pdproxy.openai.request import COMPLETIONS, GenerationRequest
 from pdproxy.orchestrator.context import Client
 from pdproxy.server.connection import ClientConnection
 from tests.fakes.both_loops import on_both_loops
 from tests.fakes.front_door import FrontDoor, Play, echo, front_door, post, stream_echo
 from tests.fakes.proxy_harness import until
+from transfer import bounded_connection
 
 PIECE = b"x" * 65536
 
@@ -82,6 +85,112 @@ async def test_a_large_body() -> None:
         prompt = "long " * (1 << 19)
         client.send(post(prompt))
         assert (await client.answer()).body == prompt.encode()
+
+
+def in_chunks(body: bytes, size: int, path: str = COMPLETIONS) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: proxy\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    pieces = (body[start : start + size] for start in range(0, len(body), size))
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+@on_both_loops
+async def test_a_body_in_crumbs_has_its_turns_as_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of 250 KiB has 40,000 chunks of a byte, and as many calls of the parser."""
+    monkeypatch.setattr(bounded_connection, "TURN_S", 0.0)
+    turn, by_turn = 0, Counter[int]()
+    on_body = ClientConnection.on_body
+
+    def count(self: ClientConnection, body: bytes) -> None:
+        by_turn[turn] += 1
+        on_body(self, body)
+
+    monkeypatch.setattr(ClientConnection, "on_body", count)
+    async with front_door(max_body_bytes=1 << 20) as door:
+
+        def next_turn() -> None:
+            nonlocal turn
+            turn += 1
+            if not door.finished:
+                asyncio.get_running_loop().call_soon(next_turn)
+
+        client = await door.connect()
+        prompt = "crumbs" * 50_000
+        client.send(in_chunks(b'{"prompt":"%b"}' % prompt.encode(), 1))
+        next_turn()
+        assert (await client.answer()).body == prompt.encode()
+    # A turn reads after it has done what is due: the rest of what was read before, and the first of what is new.
+    assert max(by_turn.values()) <= 2 * bounded_connection.SLICE_BYTES / len(b"1\r\nx\r\n")
+
+
+@on_both_loops
+async def test_one_large_read_is_a_turns_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little it costs. uvloop would go on reading in the same turn, as long as there is more."""
+    monkeypatch.setattr(bounded_connection, "TURN_S", 60.0)
+    turn, by_turn = 0, Counter[int]()
+    on_body = ClientConnection.on_body
+
+    def count(self: ClientConnection, body: bytes) -> None:
+        by_turn[turn] += len(body)
+        on_body(self, body)
+
+    monkeypatch.setattr(ClientConnection, "on_body", count)
+    async with front_door(max_body_bytes=16 << 20) as door:
+
+        def next_turn() -> None:
+            nonlocal turn
+            turn += 1
+            if not door.finished:
+                asyncio.get_running_loop().call_soon(next_turn)
+
+        client = await door.connect()
+        prompt = "large!" * (1 << 20)
+        client.send(post(prompt))
+        next_turn()
+        assert (await client.answer()).body == prompt.encode()
+    assert sum(by_turn.values()) > len(prompt)
+    assert max(by_turn.values()) <= 256 * 1024
+
+
+@pytest.mark.parametrize("seed", range(5))
+@on_both_loops
+async def test_requests_are_answered_in_turn_however_they_are_read(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """In slices that end anywhere, some of them in later turns, while earlier requests are served or are not."""
+    dice = random.Random(seed)
+    monkeypatch.setattr(bounded_connection, "SLICE_BYTES", dice.choice([1, 7, 50]))
+    monkeypatch.setattr(bounded_connection, "LARGE_READ_BYTES", dice.choice([1, 100, 1 << 20]))
+    monkeypatch.setattr(bounded_connection, "TURN_S", dice.choice([0.0, 1e-5, 60.0]))
+    monkeypatch.setattr(bounded_connection, "MAX_PIPELINED", 300)  # all that was sent may be read in one go
+    async with front_door() as door:
+
+        async def play(request: GenerationRequest, client: Client) -> None:
+            for _ in range(dice.choice([0, 0, 1, 20, 200])):
+                await asyncio.sleep(0)
+            await dice.choice([echo, stream_echo])(request, client)
+
+        door.play = play
+        client = await door.connect()
+        expected: list[bytes] = []
+        said = b""
+        for number in range(300):
+            body = f"{number}".ljust(dice.choice([3, 20, 300]), "x").encode()
+            match dice.randrange(4):
+                case 0:
+                    said += post(body.decode())
+                case 1:
+                    said += in_chunks(b'{"prompt":"%b"}' % body, dice.choice([1, 10, 1000]))
+                case 2:
+                    said += in_chunks(b'{"prompt":"%b"}' % body, dice.choice([1, 10, 1000]), path="/elsewhere")
+                    body = b"POST proxy/elsewhere"
+                case _:
+                    said += b"GET /elsewhere HTTP/1.1\r\nhost: proxy\r\n\r\n"
+                    body = b"GET proxy/elsewhere"
+            expected.append(body)
+        while said:
+            size = dice.choice([1, 30, 500, 2000])
+            client.send(said[:size])
+            said = said[size:]
+            await asyncio.sleep(dice.choice([0, 0, 0.001]))
+        assert [(await client.answer()).body for _ in expected] == expected
 
 
 @on_both_loops
