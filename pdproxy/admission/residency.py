@@ -39,11 +39,26 @@ class Stay:
 
     Mutable state: the tokens that it will have in its end, by what is thought now of its answer's length, and whether
     that was longer than was thought at first; those written so far, who tells them, and how many of them were told to
-    another process; how many of its tokens are in memory that it shares with others; what it has at most in each slice,
-    if it is being written.
+    another process; how many of its tokens are in memory that it shares with others; how many it had at the last look,
+    if it was being written. And, if it counts slice by slice: how many of them are its own, how many more it gets in
+    each slice, and how many more altogether.
     """
 
-    __slots__ = ("_before", "_teller", "has_overrun", "in_slices", "num_told", "room", "shared", "tokens", "written")
+    __slots__ = (
+        "_before",
+        "_teller",
+        "base",
+        "each",
+        "has_overrun",
+        "is_sliced",
+        "left",
+        "num_told",
+        "room",
+        "shared",
+        "size",
+        "tokens",
+        "written",
+    )
 
     def __init__(self, room: Room, tokens: int) -> None:
         self.room = room
@@ -52,7 +67,9 @@ class Stay:
         self.written = 0
         self.num_told = 0
         self.shared = 0
-        self.in_slices: list[int] | None = None
+        self.size = 0
+        self.is_sliced = False
+        self.base = self.each = self.left = 0
         self._teller: Written | None = None
         self._before = 0
 
@@ -66,6 +83,17 @@ class Stay:
         if self._teller is not None:
             self.written = max(self.written, self._teller.num_shown - self._before)
         return self.written
+
+    def slice_up(self, step: int) -> int:
+        """Counts it slice by slice from now on, in each of which every answer gets `step` tokens. Returns the index of
+        the slice in which it ends; the last one's number or more: it does not end before."""
+        self.is_sliced = True
+        self.base, self.each, self.left = self.size - self.shared, step * self.room.num, self.tokens - self.size
+        return self.left // self.each
+
+    def in_slice(self, number: int) -> int:
+        """Returns the most tokens that it has at one time in a slice."""
+        return self.base + min(self.left, self.each * (number + 1)) if number <= self.left // self.each else 0
 
 
 class Residency:
@@ -145,10 +173,11 @@ class Residency:
             return False
         self.tokens -= stay.tokens
         self.shared -= stay.shared
-        if stay.in_slices is None:
+        if not stay.is_sliced:
             self._others -= stay.tokens - stay.shared
         else:
-            self._slices = [all_of_them - one for all_of_them, one in zip(self._slices, stay.in_slices, strict=True)]
+            for number in range(NUM_SLICES):
+                self._slices[number] -= stay.in_slice(number)
         self.used = self._others + max(self._slices) + self.foreign
         return True
 
@@ -196,34 +225,30 @@ class Residency:
         """
         self.capacity, self.block = cache.tokens, max(1, cache.block)
         self.limit = inf if cache.tokens is None else cache.tokens * self.oversubscribe
-        begun = self._look()
-        seen, used = sum(begun.values()), cache.used
-        parts = 1.0 if used is None or cache.is_queueing or not seen else min(1.0, used / seen)
-        for stay, size in begun.items():
-            stay.shared = int((1.0 - parts) * size)
-        self.shared = sum(stay.shared for stay in begun)
-        self._slice(begun)
-        if used is None:
-            excess = 0
-        else:  # what is written may be a block ahead of what was seen
-            known = sum(size + self.block for size in begun.values())
-            known += sum(stay.tokens for stay in self.stays.values() if stay not in begun)
-            excess = max(0, used - known)
+        seen, longest = self._look()
+        used = cache.used
+        common = 0.0 if used is None or cache.is_queueing or not seen else 1.0 - min(1.0, used / seen)
+        known = self._slice(common, self._rounded(max(1, ceil(longest / NUM_SLICES))))
+        excess = 0 if used is None else max(0, used - known)
         self.foreign, self._last_excess = min(excess, self._last_excess), excess
         self.used = self._others + max(self._slices) + self.foreign
 
-    def _look(self) -> dict[Stay, int]:
-        """Returns the stays that are being written, with the tokens that each has so far."""
-        begun: dict[Stay, int] = {}
+    def _look(self) -> tuple[int, float]:
+        """Looks how far all stays are. Returns the tokens of those that are being written, and how many tokens an
+        answer still gets at most, of those that end when it is thought."""
+        seen, longest = 0, 0.0
         for stay in self.stays.values():
-            stay.shared = 0
             written = stay.look()
             size = self._rounded(stay.room.prompt + written)
             if written and (size > stay.tokens or (size == stay.tokens and written < stay.room.most)):
                 self._grow(stay)
+            stay.size = 0
             if written > 1:  # the first token may be the prefiller's, and the KV still on its way
-                begun[stay] = size
-        return begun
+                stay.size = size
+                seen += size
+                if not stay.has_overrun:
+                    longest = max(longest, (stay.tokens - size) / stay.room.num)
+        return seen, longest
 
     def _grow(self, stay: Stay) -> None:
         growth = max(stay.written, min(stay.written + max(GROWTH_STEP, stay.written // 4), stay.room.most))
@@ -232,23 +257,36 @@ class Residency:
         stay.tokens = tokens
         stay.has_overrun = True
 
-    def _slice(self, begun: Mapping[Stay, int]) -> None:
-        """Works out what the stays will have in each slice. Of an answer that has grown longer than was thought nobody
-        knows when it ends."""
+    def _slice(self, common: float, step: int) -> int:
+        """Works out what the stays will have in each slice, in which an answer gets `step` tokens, and of those that
+        are being written the share `common` is in memory that they share. Returns the most tokens that all stays can
+        have by now. Of an answer that has grown longer than was thought nobody knows when it ends.
+
+        Those that end in the same slice are summed up first: many thousands may be there, while tokens wait.
+        """
+        known = shared = others = 0
+        bases, eaches, lefts = [0] * (NUM_SLICES + 1), [0] * (NUM_SLICES + 1), [0] * (NUM_SLICES + 1)
         for stay in self.stays.values():
-            stay.in_slices = None
-        ending = {stay: size for stay, size in begun.items() if not stay.has_overrun}
-        longest = max(((stay.tokens - size) / stay.room.num for stay, size in ending.items()), default=0.0)
-        step = self._rounded(max(1, ceil(longest / NUM_SLICES)))  # in tokens of one answer
-        slices = [0] * NUM_SLICES
-        for stay, size in ending.items():
-            left, base, each = stay.tokens - size, size - stay.shared, step * stay.room.num
-            stay.in_slices = own = [0] * NUM_SLICES
-            for number in range(min(NUM_SLICES, left // each + 1)):
-                own[number] = one = base + min(left, each * (number + 1))
-                slices[number] += one
-        self._slices = slices
-        self._others = sum(stay.tokens - stay.shared for stay in self.stays.values() if stay.in_slices is None)
+            size = stay.size
+            stay.shared = int(common * size)
+            stay.is_sliced = False
+            shared += stay.shared
+            known += size + self.block if size else stay.tokens  # what is written may be a block ahead of what was seen
+            if size and not stay.has_overrun:
+                ends = min(stay.slice_up(step), NUM_SLICES)
+                bases[ends] += stay.base
+                eaches[ends] += stay.each
+                lefts[ends] += stay.left
+            else:
+                others += stay.tokens - stay.shared
+        base = each = 0  # of those that end later than in a slice
+        for number in range(NUM_SLICES, -1, -1):
+            if number < NUM_SLICES:
+                self._slices[number] = base + each * (number + 1) + bases[number] + lefts[number]
+            base += bases[number]
+            each += eaches[number]
+        self.shared, self._others = shared, others
+        return known
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` unless the sums are those of the stays."""
@@ -256,9 +294,9 @@ class Residency:
         tokens, shared = sum(stay.tokens for stay in stays), sum(stay.shared for stay in stays)
         if (tokens, shared) != (self.tokens, self.shared) or not 0 <= shared <= tokens:
             raise IntegrityError(f"{self!r} should have {tokens} tokens, of which {shared} are shared")
-        sliced = [stay.in_slices for stay in stays if stay.in_slices is not None]
-        most = max(sum(own[number] for own in sliced) for number in range(NUM_SLICES))
-        used = most + sum(stay.tokens - stay.shared for stay in stays if stay.in_slices is None) + self.foreign
+        sliced = [stay for stay in stays if stay.is_sliced]
+        most = max(sum(stay.in_slice(number) for stay in sliced) for number in range(NUM_SLICES))
+        used = most + sum(stay.tokens - stay.shared for stay in stays if not stay.is_sliced) + self.foreign
         if used != self.used:
             raise IntegrityError(f"{self!r} counts {self.used} tokens and has {used}")
 
