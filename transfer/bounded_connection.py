@@ -32,6 +32,9 @@ LARGE_READ_BYTES = 64 * 1024
 long as each read fills its 250 KiB.
 """
 
+_NOTHING = memoryview(b"")
+"""Nothing to be parsed. The empty end of a read would keep all of it in memory."""
+
 
 class _TooManyError(Exception):
     """_TooManyError stops the parser. Nobody outside sees it."""
@@ -79,7 +82,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._unparsed = memoryview(b"")
+        self._unparsed = _NOTHING
         self._is_in_head = False
         self._is_past_head = False
         self._num_head_bytes = 0
@@ -105,26 +108,39 @@ class BoundedConnection(HttpToolsProtocol):
             self._measure_head(len(data))
 
     def _parse_some(self) -> None:
-        """Parses one slice after another until `TURN_S` is over."""
+        """Parses one slice after another until `TURN_S` is over. What follows an upgrade is no HTTP."""
         until = monotonic() + TURN_S  # the loop's own clock stands still within a turn
-        while self._unparsed:
+        while self._unparsed and not self.transport.is_closing():
             data, self._unparsed = self._unparsed[:SLICE_BYTES], self._unparsed[SLICE_BYTES:]
             self._parse(data)  # type: ignore[arg-type]  # the parser takes any buffer
-            if self.transport.is_closing():
-                self._unparsed = memoryview(b"")
-            if monotonic() >= until:
+            if self.parser.should_upgrade():
+                break
+            if self._unparsed and monotonic() >= until:
                 return
+        self._unparsed = _NOTHING
 
     def _parse_on(self) -> None:
-        """Parses what was read in an earlier turn. Where nothing is left of it, more is read."""
-        self._parse_some()
-        if self._unparsed:
-            self.loop.call_soon(self._parse_on)
-        else:
+        """Parses what was read in an earlier turn. Where nothing is left of it, more is read, a turn later: whoever
+        answers begins before the client's end is noticed, as when all is parsed where it is read."""
+        if not self._unparsed:
             self._flow.let_go()
+            return
+        try:
+            self._parse_some()
+        except Exception as bug:  # the loop does the same where `data_received` raises
+            self.loop.call_exception_handler({"message": "a client's connection met a bug", "exception": bug})
+            self.transport.abort()
+        else:
+            self.loop.call_soon(self._parse_on)
+
+    def shutdown(self) -> None:
+        """Lets those finish who have asked, which is known when all that was read is parsed."""
+        while self._unparsed:
+            self._parse_on()
+        super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unparsed = memoryview(b"")
+        self._unparsed = _NOTHING
         super().connection_lost(exc)
 
     # ── the parser's calls ──────────────────────────────────────────────────────────────────────────────────────────

@@ -75,6 +75,7 @@ class WriteBatch:
         waiting, self._waiting = self._waiting, []
         for transport in waiting:
             transport.is_listed = False
+        for transport in waiting:
             try:
                 transport.flush()
             except Exception:  # one broken transport must not keep the others from their bytes

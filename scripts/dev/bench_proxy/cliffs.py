@@ -221,7 +221,7 @@ async def measure_cliffs(
     """Measures what is named, and fills in `rows`. Raises `BenchError`, and `LaunchError` when stopped from outside."""
     programs = {name: build(name) for name in ("engine", "client")}
     made = copies(work, is_compiled=is_compiled)
-    theatre = _Theatre(programs, made.compiled or made.interpreted, logs)
+    theatre = _Theatre(programs, made.compiled or made.interpreted, logs, Cores.here())
     for axis in AXES:
         if axis.name not in names:
             continue
@@ -245,14 +245,14 @@ class _Theatre:
     programs: dict[str, Path]
     package: Path
     logs: Path
+    cores: Cores
 
     @contextlib.asynccontextmanager
     async def stage(self, scenario: Scenario) -> AsyncIterator[Stage]:
         """Starts one pdproxy with its engines; all instances get requests when the block begins."""
-        cores = Cores.here()
-        with on(cores.helpers), FileLog(self.logs / scenario.name, ()) as log:
+        with on(self.cores.helpers), FileLog(self.logs / scenario.name, ()) as log:
             async with Supervisor(log, grace_s=GRACE_S) as supervisor:
-                stage = Stage(supervisor, scenario, cores, self.programs, {OURS: self.package})
+                stage = Stage(supervisor, scenario, self.cores, self.programs, {OURS: self.package})
                 await stage.set([], has_ids=True)
                 stage.check()
                 await stage.until_routable(OURS)

@@ -49,7 +49,7 @@ class Wire:
         self.told = told
         self.num_unsent = 0
         self.is_closed = False
-        self.bug: Exception | None = None
+        self.bug: BaseException | None = None
 
     def write(self, data: bytes) -> None:
         if self.bug is not None:
@@ -203,6 +203,22 @@ def test_what_waits_does_not_change(kind: Any) -> None:
     data[:] = b"xyz"
     world.loop.end_turn()
     assert world.told == [("w0", b"abc")]
+
+
+def test_an_interruption_of_one_write_does_not_keep_a_socket_from_later_ones() -> None:
+    world = World(2)
+    world.make_busy()
+    first, second = world.transports
+    world.wires[0].bug = KeyboardInterrupt()
+    first.write(b"a")
+    second.write(b"b")
+    with pytest.raises(KeyboardInterrupt):
+        world.loop.end_turn()
+    world.wires[0].bug = None
+    world.make_busy()
+    second.write(b"c")
+    world.loop.end_turn()
+    assert world.told == [("w1", b"bc")]
 
 
 def test_a_bug_at_one_socket_does_not_keep_the_others_from_their_bytes(caplog: pytest.LogCaptureFixture) -> None:

@@ -151,6 +151,77 @@ async def test_one_large_read_is_a_turns_work(monkeypatch: pytest.MonkeyPatch) -
     assert max(by_turn.values()) <= 256 * 1024
 
 
+@on_both_loops
+async def test_nothing_of_what_was_read_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that rests has nothing of its last request, whose body was one read."""
+    monkeypatch.setattr(bounded_connection, "TURN_S", 0.0)
+    async with front_door(max_body_bytes=1 << 20) as door:
+        client = await door.connect()
+        for prompt in ("x" * 50_000, "y" * 200_000):
+            client.send(post(prompt))
+            assert (await client.answer()).body == prompt.encode()
+            (connection,) = door.state.connections
+            assert not connection._unparsed.obj  # type: ignore[union-attr]
+
+
+@on_both_loops
+async def test_what_follows_an_upgrade_is_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a slice begins like one."""
+    monkeypatch.setattr(bounded_connection, "TURN_S", 0.0)
+    async with front_door() as door:
+        client = await door.connect()
+        head = b"GET /elsewhere HTTP/1.1\r\nhost: proxy\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+        filler = bytes(bounded_connection.SLICE_BYTES - len(head))
+        client.send(head + filler + post("smuggled"))
+        assert (await client.answer()).body == b"GET proxy/elsewhere"
+        await asyncio.sleep(0.05)
+        assert door.prompts == []
+        client.leave()
+
+
+@on_both_loops
+async def test_a_bug_in_a_later_slice_costs_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_connection, "TURN_S", 0.0)
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+
+    parse, num_slices = ClientConnection._parse, 0
+
+    def meet_a_bug(self: ClientConnection, data: bytes) -> None:
+        nonlocal num_slices
+        num_slices += 1
+        if num_slices == 2:
+            raise ZeroDivisionError("a bug")
+        parse(self, data)
+
+    monkeypatch.setattr(ClientConnection, "_parse", meet_a_bug)
+    async with front_door(max_body_bytes=1 << 20) as door:
+        client = await door.connect()
+        client.send(post("x" * 50_000))
+        await until(lambda: num_slices == 2)
+        await door.is_empty()
+    assert [str(context["exception"]) for context in told] == ["a bug"]
+
+
+@on_both_loops
+async def test_shutdown_serves_what_was_read_and_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_connection, "TURN_S", 0.0)
+    read = ClientConnection.data_received
+
+    def read_and_shut_down(self: ClientConnection, data: bytes) -> None:
+        read(self, data)
+        if self._unparsed and len(data) > len(prompt):
+            self.shutdown()
+
+    monkeypatch.setattr(ClientConnection, "data_received", read_and_shut_down)
+    async with front_door(max_body_bytes=1 << 20) as door:
+        client = await door.connect()
+        prompt = "x" * 30_000  # one read
+        client.send(post(prompt))
+        assert (await client.answer()).body == prompt.encode()
+        await door.is_empty()
+
+
 @pytest.mark.parametrize("seed", range(5))
 @on_both_loops
 async def test_requests_are_answered_in_turn_however_they_are_read(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -495,6 +566,22 @@ async def test_who_stops_sending_with_the_request_gets_the_answer(play: Play) ->
             answers = await asyncio.gather(*(client.rest() for client in clients))
             assert sum(b"hi" in answer for answer in answers) == 40
         await door.ended()
+
+
+@pytest.mark.parametrize("play", [echo, stream_echo])
+@on_both_loops
+async def test_who_stops_sending_with_a_large_request_gets_the_answer(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is there before the request is parsed, slice by slice."""
+    monkeypatch.setattr(bounded_connection, "TURN_S", 0.0)
+    async with front_door(max_body_bytes=1 << 20) as door:
+        door.play = play
+        for size, num_bytes in [(1, 5_000), (1, 20_000), (1000, 30_000), (1000, 150_000)]:
+            client = await door.connect()
+            client.send(in_chunks(b'{"prompt":"%b"}' % (b"x" * num_bytes), size))
+            client.half_close()
+            assert b"x" * num_bytes in await client.rest()
 
 
 @pytest.mark.parametrize("way", ["leave", "half_close"])

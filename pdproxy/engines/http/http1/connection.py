@@ -157,7 +157,7 @@ class Connection:
     def data_received(self, data: bytes) -> None:
         listener = self._listener
         if listener is not None:
-            if len(data) > self.slice_bytes:
+            if len(data) > self.slice_bytes or len(data) >= LARGE_READ_BYTES:
                 self._hear(data)
             else:
                 listener.received(data)
@@ -184,7 +184,7 @@ class Connection:
             self._lose(error)
 
     def _hear(self, data: bytes) -> None:
-        """Has the listener hear more than a slice of bytes. No more are read from the engine until it has."""
+        """Has the listener hear many bytes. No more are read from the engine until it has."""
         self._unheard, self._heard = data, 0
         if len(data) >= LARGE_READ_BYTES:
             self._read(is_wanted=False)
