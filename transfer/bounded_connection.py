@@ -19,8 +19,6 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_PIPELINED = 100
 """The most requests of a client that wait for earlier ones. One read can have ten thousand, and each takes a hundred
 times as much in memory."""
-
-
 SLICE_BYTES = 16 * 1024
 """The most bytes that are parsed at a time. Where each of them makes work, as in a body of chunks of a byte, that takes
 four milliseconds. A read can be 16 times as large.

@@ -85,8 +85,8 @@ class Stay:
         return self.written
 
     def slice_up(self, step: int) -> int:
-        """Counts it slice by slice from now on, in each of which every answer gets `step` tokens. Returns the index of
-        the slice in which it ends; the last one's number or more: it does not end before."""
+        """Counts it slice by slice from now on; in each slice every answer gets `step` tokens. Returns the index of the
+        slice in which it ends, or `NUM_SLICES` where it ends when the last of them does."""
         self.is_sliced = True
         self.base, self.each, self.left = self.size - self.shared, step * self.room.num, self.tokens - self.size
         return self.left // self.each
