@@ -102,7 +102,7 @@ class BatchedTransport:
         self._pieces: list[bytes] = []
         self._num_bytes = 0
         self.is_listed = False
-        """Whether the batch will flush it. It stays so when it is flushed before: the batch counts transports."""
+        """True while the batch has it in its list, also where it was flushed meanwhile: the batch counts transports."""
 
     def write(self, data: Any) -> None:
         """Writes bytes, or anything that has bytes."""
