@@ -7,6 +7,7 @@ import json
 import random
 import socket
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,31 +94,40 @@ def in_chunks(body: bytes, size: int, path: str = COMPLETIONS) -> bytes:
     return head + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
-@on_both_loops
-async def test_a_body_in_crumbs_has_its_turns_as_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read of 250 KiB has 40,000 chunks of a byte, and as many calls of the parser."""
-    monkeypatch.setattr(bounded_connection, "TURN_S", 0.0)
+async def answer_by_turn(
+    door: FrontDoor, request: bytes, measure: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[bytes, Counter[int]]:
+    """Sends a request on a connection of its own. The answer's body, and the sum of what the pieces of the request's
+    body measure, by the turn of the loop in which the parser told them."""
     turn, by_turn = 0, Counter[int]()
     on_body = ClientConnection.on_body
 
     def count(self: ClientConnection, body: bytes) -> None:
-        by_turn[turn] += 1
+        by_turn[turn] += measure(body)
         on_body(self, body)
 
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+        if not door.finished:
+            asyncio.get_running_loop().call_soon(next_turn)
+
     monkeypatch.setattr(ClientConnection, "on_body", count)
+    client = await door.connect()
+    client.send(request)
+    next_turn()
+    return (await client.answer()).body, by_turn
+
+
+@on_both_loops
+async def test_a_body_in_crumbs_has_its_turns_as_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of 250 KiB has 40,000 chunks of a byte, and as many calls of the parser."""
+    monkeypatch.setattr(bounded_connection, "TURN_S", 0.0)
     async with front_door(max_body_bytes=1 << 20) as door:
-
-        def next_turn() -> None:
-            nonlocal turn
-            turn += 1
-            if not door.finished:
-                asyncio.get_running_loop().call_soon(next_turn)
-
-        client = await door.connect()
-        prompt = "crumbs" * 50_000
-        client.send(in_chunks(b'{"prompt":"%b"}' % prompt.encode(), 1))
-        next_turn()
-        assert (await client.answer()).body == prompt.encode()
+        prompt = b"crumbs" * 50_000
+        crumbs = in_chunks(b'{"prompt":"%b"}' % prompt, 1)
+        answer, by_turn = await answer_by_turn(door, crumbs, lambda body: 1, monkeypatch)
+    assert answer == prompt
     # A turn reads after it has done what is due: the rest of what was read before, and the first of what is new.
     assert max(by_turn.values()) <= 2 * bounded_connection.SLICE_BYTES / len(b"1\r\nx\r\n")
 
@@ -126,27 +136,10 @@ async def test_a_body_in_crumbs_has_its_turns_as_others_have(monkeypatch: pytest
 async def test_one_large_read_is_a_turns_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little it costs. uvloop would go on reading in the same turn, as long as there is more."""
     monkeypatch.setattr(bounded_connection, "TURN_S", 60.0)
-    turn, by_turn = 0, Counter[int]()
-    on_body = ClientConnection.on_body
-
-    def count(self: ClientConnection, body: bytes) -> None:
-        by_turn[turn] += len(body)
-        on_body(self, body)
-
-    monkeypatch.setattr(ClientConnection, "on_body", count)
     async with front_door(max_body_bytes=16 << 20) as door:
-
-        def next_turn() -> None:
-            nonlocal turn
-            turn += 1
-            if not door.finished:
-                asyncio.get_running_loop().call_soon(next_turn)
-
-        client = await door.connect()
         prompt = "large!" * (1 << 20)
-        client.send(post(prompt))
-        next_turn()
-        assert (await client.answer()).body == prompt.encode()
+        answer, by_turn = await answer_by_turn(door, post(prompt), len, monkeypatch)
+    assert answer == prompt.encode()
     assert sum(by_turn.values()) > len(prompt)
     assert max(by_turn.values()) <= 256 * 1024
 
