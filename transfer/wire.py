@@ -160,6 +160,8 @@ class Reserve(Message, frozen=True, kw_only=True):
 
     attempt: Name
     epoch: Name
+    """The epoch of the receiver that is to grant the pages: `PushParams.decoder_epoch`, or else the one that the sender
+    has shaken hands with. No other receiver grants them."""
     num_pages: int
     num_now: int
     num_tokens: int
@@ -389,6 +391,9 @@ class PushParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     the answer may have: a prefiller is not told `max_tokens`."""
     capability: Name | None = None
     """The proxy's word that this attempt is its own (`transfer.trust.AttemptKey.sign`). It goes on to the receivers."""
+    decoder_epoch: Name | None = None
+    """The epoch, in the decoder's ``/kv_buffer``, of the process whose pages were set aside for the attempt. A process
+    that was started later at the same address gives it no pages. With None, whichever process is there does."""
     term: Term | None = None
     """The term of the leader for whom the leg is sent; None where there is one proxy. It goes on to the receivers,
     which begin nothing of a lower term than they have heard of. The built-in prefiller takes it from the leg's header

@@ -75,6 +75,7 @@ def push_params(info: AttemptInfo, key: AttemptKey | None, prompt_ids: list[int]
         prompt_token_ids=prompt_ids,
         num_answer_tokens=info.num_answer_tokens,
         capability=None if key is None else key.sign(info.attempt, info.notify),
+        decoder_epoch=info.decoder.epoch,
     )
     return msgspec.Raw(msgspec.json.encode(params))
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 import zmq
 
@@ -26,9 +27,10 @@ from tests.fakes.transfer_world import (
 from transfer import wire
 from transfer.agents.base import WriteReceipt
 from transfer.agents.mock import Fail, Land, MockWrite, in_turn
-from transfer.errors import AttemptLost, PeerLost, TransferError
+from transfer.errors import AttemptLost, PeerLost, ReservationRefused, TransferError
 from transfer.memory.reservations import Holding
 from transfer.roles import session as session_module
+from transfer.roles.push import Push
 from transfer.roles.sender import busy_seconds
 
 # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -344,6 +346,58 @@ async def test_a_receiver_restarted_under_the_same_port(world: World, has_push_u
         await world.proxy.next(wire.KvFailed, "a")
     await world.proxy.next(wire.KvReleased, "b")
     assert world.proxy.count(wire.KvFailed, "b") == 0, "the proxy hears nothing of the first, refused, try"
+
+
+async def _restart(world: World, old: Decoder) -> Decoder:
+    world.decoders.remove(old)
+    await old.receiver.aclose()
+    old.agent.close()
+    return await world.decoder(config=replace(QUICK, port=old.receiver.endpoint.port))
+
+
+@pytest.mark.parametrize("knows", ["nobody", "the old process", "the new process"])
+async def test_pages_promised_by_a_process_that_has_ended_are_not_taken_of_the_next_one(
+    world: World, knows: str
+) -> None:
+    old, prefiller = await world.decoder(config=QUICK), world.prefiller()
+    if knows == "the old process":
+        await _send_one(world, prefiller, old)
+    new = await _restart(world, old)
+    if knows == "the new process":
+        await _send_one(world, prefiller, new)
+
+    stale = msgspec.structs.replace(world.params(new, "stale"), decoder_epoch=old.agent.epoch)
+    with pytest.raises(ReservationRefused, match="ended"):
+        await settled(asyncio.create_task(prefiller.sender.open(stale, num_tokens=2 * prefiller.layout.chunk_size)))
+    assert new.pages.get("stale") is None
+    assert (new.pages.num_free, new.pages.num_waited) == (4, 0)
+
+    with_it = msgspec.structs.replace(world.params(new, "right"), decoder_epoch=new.agent.epoch)
+    push = await prefiller.sender.open(with_it, num_tokens=2 * prefiller.layout.chunk_size)
+    await _pass(push, new, "right")
+
+
+async def test_pages_promised_by_a_new_process_are_had_by_a_sender_that_knows_the_old_one(world: World) -> None:
+    old, prefiller = await world.decoder(config=QUICK), world.prefiller()
+    await _send_one(world, prefiller, old)
+    new = await _restart(world, old)
+    params = msgspec.structs.replace(world.params(new, "a"), decoder_epoch=new.agent.epoch)
+    push = await prefiller.sender.open(params, num_tokens=2 * prefiller.layout.chunk_size)
+    assert new.pages.num_reserved == 2
+    await _pass(push, new, "a")
+    assert world.proxy.count(wire.KvFailed, "a") == 0
+
+
+async def _send_one(world: World, prefiller: Prefiller, decoder: Decoder) -> None:
+    await _pass(await world.open(prefiller, decoder, "before"), decoder, "before")
+
+
+async def _pass(push: Push, decoder: Decoder, attempt: str) -> None:
+    fill(push, 0, 1)
+    await push.finish()
+    await decoder.receiver.wait_ready(attempt)
+    assert decoder.bytes_of(decoder.receiver.take(attempt)) == [1, 2]
+    decoder.receiver.consumed(attempt)
 
 
 async def test_reservations_for_an_earlier_epoch_are_refused(world: World) -> None:

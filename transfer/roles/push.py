@@ -38,6 +38,8 @@ class PushRequest:
     notify: str | None
     capability: str | None
     term: int | None
+    receiver_epoch: str | None
+    """The only process that may grant pages; with None it is the one that the sender has shaken hands with."""
     deadline: float
 
 
@@ -320,7 +322,7 @@ class Push:
     def _message(self, session: Session, num_now: int) -> wire.Reserve:
         return wire.Reserve(
             attempt=self._request.attempt,
-            epoch=session.welcome.epoch,
+            epoch=self._request.receiver_epoch or session.welcome.epoch,
             num_pages=len(self.table),
             num_now=num_now,
             num_tokens=self.table.num_tokens,

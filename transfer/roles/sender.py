@@ -92,7 +92,7 @@ class Sender:
         first pages are shared. Raises `ReservationRefused` (`StaleTerm` where the receiver has heard of a higher term
         than the attempt's), `HandshakeRefused` or `PeerLost`, and another `TransferError` for receivers or keys that
         cannot be, or for more than `MAX_PAGES` pages; nothing is held then. With a receiver that was restarted since
-        the last push, the sender shakes hands anew.
+        the last push, the sender shakes hands anew; it grants nothing where `params.decoder_epoch` is not its own.
         """
         endpoint = _the_receiver(params.receivers)
         layout = self._identity.layout
@@ -110,7 +110,14 @@ class Sender:
         if self._is_closed:
             raise PeerLost(CLOSING)
         request = PushRequest(
-            params.attempt, table, _first_keys(keys), params.notify, params.capability, params.term, deadline
+            attempt=params.attempt,
+            table=table,
+            keys=_first_keys(keys),
+            notify=params.notify,
+            capability=params.capability,
+            term=params.term,
+            receiver_epoch=params.decoder_epoch,
+            deadline=deadline,
         )
         push = Push(self._agent, layout, route, request, self._notifier, self._own)
         self._pushes.add(push)

@@ -76,7 +76,7 @@ def test_prefill_leg() -> None:
     assert ADAPTER.prefill_body(REQUEST, PASSAGE) == (
         b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":1,"stream":false,"kv_transfer_params":'
         b'{"attempt":"a1","receivers":[{"rank":0,"host":"h","port":1},{"rank":1,"host":"h","port":2}],'
-        b'"timeout_s":9.5,"notify":"tcp://p:7500","prompt_token_ids":[1,2]}}'
+        b'"timeout_s":9.5,"notify":"tcp://p:7500","prompt_token_ids":[1,2],"decoder_epoch":"e"}}'
     )
 
 

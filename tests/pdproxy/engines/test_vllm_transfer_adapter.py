@@ -53,6 +53,7 @@ def test_the_prefill_leg_says_where_the_kv_goes_and_who_says_so() -> None:
         "timeout_s": 9.5,
         "notify": "tcp://p:7500",
         "capability": KEY.sign("a1", "tcp://p:7500"),
+        "decoder_epoch": "e",
     }
     assert body == {"model": "m", "prompt": [4, 5, 6], "stream": False, "max_tokens": 1}
 
