@@ -366,10 +366,10 @@ class Account:
         Pages in use beyond those held belong to somebody else: to another proxy, or to this proxy before its restart.
         The first look at a process counts at once. Where pages may be claimed, it is the first look after that time,
         and all that is in use counts: claims could hide pages of somebody who claims nothing. The process which left
-        these pages there must have lost them within `lease_s` seconds after that look. During this time they come off
-        by proof only, so that leased pages which are not filled yet do not hide them. Later they lower the limit as
-        long as two looks in a row find them. One look alone may come between the evidence and the moment at which the
-        engine lets go.
+        these pages there must have lost them within `lease_s` seconds after that look. During this time they are taken
+        to be among those in use, however many are leased: a leased page may not be filled yet, or may have been let go
+        of already, and would hide one of them. Later they lower the limit as long as two looks in a row find them. One
+        look alone may come between the evidence and the moment at which the engine lets go.
         """
         if capacity < 1:
             raise ValueError(f"a memory for KV has at least one page, not {capacity}")
@@ -393,20 +393,10 @@ class Account:
             if last is None:
                 self.foreign, self._found_until = excess, now + lease_s
             else:
-                unproven = min(self.foreign, occupied - self._num_filled) if now < self._found_until else 0
+                unproven = min(self.foreign, occupied) if now < self._found_until else 0
                 self.foreign = max(min(excess, last), unproven)
         self._set_limit()
         return (self.limit, self.is_sure) != before
-
-    @property
-    def _num_filled(self) -> int:
-        """Returns the number of pages that certainly hold KV of this proxy's requests.
-
-        Of claims nothing is certain: the engine may have let go of pages whose front has not said so yet, and others'
-        pages would be taken for them."""
-        if self._sure_at > -inf:
-            return 0
-        return sum(lease.pages for lease in self.leases if lease.custody is _READY)
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when the leases do not add up to the pages held, or more pages are held

@@ -202,7 +202,7 @@ class Clients:
         return verdict, why, reply.path
 
     def _how_it_hung(self, reply: Reply, mark: int) -> str:
-        came = f"{reply.num_events} events came" if reply.status else "no answer began"
+        came = f"{reply.num_events} events of {reply.request_id} came" if reply.status else "no answer began"
         killed = f"the proxy was killed {self._outages.num_begun - mark} times meanwhile"
         return f"no end after {self._limit_s:g} s (the proxy's limit: {REQUEST_TIMEOUT_S:g} s); {came}, {killed}"
 
@@ -213,6 +213,7 @@ class Clients:
         async with self._http.stream("POST", visit.question.path, content=content, headers=headers) as response:
             reply.path = response.headers.get("x-pdproxy-path", "").partition(";")[0]
             reply.status = response.status_code
+            reply.request_id = response.headers.get("x-request-id", "")
             reply.retry_after = response.headers.get("retry-after")
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 reply.feed_body(await response.aread())

@@ -32,6 +32,8 @@ class Reply:
     """The HTTP status; 0 until the head of the answer has come."""
     path: str = ""
     """The proxy's word for the way that the request went."""
+    request_id: str = ""
+    """The proxy's name for the request, under which its log has it."""
     retry_after: str | None = None
     """The header ``Retry-After`` as it came."""
     choices: dict[int, Said] = field(default_factory=dict)

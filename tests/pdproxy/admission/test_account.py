@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdproxy.admission.account import Account, Place
-from pdproxy.admission.custody import Evidence, Way
+from pdproxy.admission.custody import STEPS_TO, Custody, Evidence, Way
 from pdproxy.errors import IntegrityError
 
 
@@ -42,6 +42,21 @@ def test_what_was_held_when_it_fell_below_is_no_fault_until_it_has_drained() -> 
     account.issue("c", 1, 1.0)
     with pytest.raises(IntegrityError, match="more than 0 pages"):
         account.check_integrity()
+
+
+@pytest.mark.parametrize("custody", [Custody.FILLING, Custody.READY])
+def test_a_page_that_was_there_before_is_not_hidden_by_one_that_was_let_go_of_already(custody: Custody) -> None:
+    """The signal of that may be late, or lost."""
+    account = account_of(6)
+    account.heard(6, 1, now=0.0, lease_s=15.0)
+    lease = account.issue("a", 5, 0.1)
+    for step in STEPS_TO[custody]:
+        lease.step(step)
+    for now in (0.5, 1.0, 14.9):
+        account.heard(6, 1, now=now, returned_before=account.returned_total, lease_s=15.0)
+        assert (account.foreign, account.limit) == (1, 5)
+    account.heard(6, 0, now=14.95, returned_before=account.returned_total, lease_s=15.0)
+    assert account.foreign == 0
 
 
 def test_one_more_than_fits_is_noticed_where_nothing_was_held_before() -> None:

@@ -222,11 +222,6 @@ FAULTS = (
     ),
     Fault("claims are taken for what is in use", LOST, (_of(Account, "heard", _heard_trusts_claims),), seed=13),
     Fault(
-        "claims are taken for filled",
-        LOST,
-        ((Account, "_num_filled", property(_claims_are_filled)),),
-    ),
-    Fault(
         "a leader grants whose time is over",
         PLAN,
         ((Leader, "leads", property(lambda self: not self.is_dead)),),
