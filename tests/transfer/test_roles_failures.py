@@ -17,6 +17,7 @@ from tests.fakes.transfer_world import (
     PATIENT,
     QUICK,
     Decoder,
+    Prefiller,
     World,
     fill,
     hold,

@@ -29,7 +29,15 @@ from scripts.dev.soak.replica_plan import (
     FleetPlan,
     make_fleet_plan,
 )
-from scripts.dev.soak.run import MAX_WARM_UP_S, SETTLE_TIMEOUT_S, WARM_UP_SHARE, Findings, ReplicaFindings
+from scripts.dev.soak.run import (
+    MAX_WARM_UP_S,
+    SETTLE_TIMEOUT_S,
+    TICK_S,
+    WARM_UP_SHARE,
+    Findings,
+    ReplicaFindings,
+    watch_lag,
+)
 from scripts.dev.soak.witness import Witness
 
 ENGINE_PAUSE_S = 30.0
@@ -37,7 +45,6 @@ ENGINE_PAUSE_S = 30.0
 speaks against the replicas."""
 AGREE_TIMEOUT_S = 4 * TERM_S
 LOOK_INTERVAL_S = 0.5
-TICK_S = 0.1
 ALARMS = ("Traceback (most recent call last)", "IntegrityError", "ended with a bug")
 """The words that no log of a replica has in it where there is no bug."""
 
@@ -93,7 +100,7 @@ async def soak_replicas(
         async with AsyncExitStack() as stack:
             for one in crowds:
                 await stack.enter_async_context(beside(one.run()))
-            async with beside(findings.witness.run()):
+            async with beside(findings.witness.run(), watch_lag(findings)):
                 await _run_phases(findings, found, cluster, crowds, ill, console)
         found.left_behind = await cluster.end_fleet()
         found.alarms = _alarms(plan, logs)
@@ -119,7 +126,7 @@ async def _run_phases(
     for one in crowds:
         one.is_unruly = True
     async with _admitted(crowds):
-        async with beside(findings.faults.run(), faults.run(), faults.watch_leader(), _note_crashes(cluster, found)):
+        async with beside(findings.faults.run(), faults.run(), faults.watch_leader(), _note_crashes(cluster)):
             await asyncio.sleep(duration_s - warm_up_s)
         for one in crowds:
             one.is_unruly = False
@@ -147,12 +154,10 @@ async def _admitted(crowds: list[Clients]) -> AsyncIterator[None]:
     await asyncio.gather(*(one.send_home() for one in crowds))
 
 
-async def _note_crashes(cluster: ReplicaCluster, found: ReplicaFindings) -> None:
-    """Notes crashes, and how late this process itself is, until it is cancelled."""
+async def _note_crashes(cluster: ReplicaCluster) -> None:
+    """Notes crashes until it is cancelled."""
     while True:
-        due = time.monotonic() + TICK_S
         await asyncio.sleep(TICK_S)
-        found.most_lag_s = max(found.most_lag_s, time.monotonic() - due)
         cluster.note_crashes()
 
 

@@ -48,6 +48,7 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
         "reservations_waited": None if findings.witness is None else findings.witness.num_waited,
         "unserved_at_end": findings.num_unserved,
         "crashes": len(findings.crashes),
+        "most_lag_s": round(findings.most_lag_s, 2),
     }
     for name, attribute in (
         ("fd_growth", "num_fds"),
@@ -71,7 +72,6 @@ def _of_replicas(found: ReplicaFindings | None) -> dict[str, Any]:
         "disagreements": None if found.disagreements is None else len(found.disagreements),
         "left_behind": None if found.left_behind is None else len(found.left_behind),
         "alarms": len(found.alarms),
-        "most_lag_s": round(found.most_lag_s, 2),
         "terms_begun": 0 if faults is None else sum(" leads, in term " in what for _, what in faults.told),
         "faults_of_replicas": {} if faults is None else dict(sorted(faults.done.items())),
         "replica_reports": [*(found.disagreements or []), *(found.left_behind or []), *found.alarms],

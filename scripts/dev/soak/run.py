@@ -36,6 +36,7 @@ longer."""
 CALM_S = 6.0
 """The seconds for kept-alive connections to be closed on both sides."""
 SAMPLE_S = 2.0
+TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +66,6 @@ class ReplicaFindings:
     disagreements: list[str] | None = None
     left_behind: list[str] | None = None
     alarms: list[str] = field(default_factory=list)
-    most_lag_s: float = 0.0
-    """Holds by how many seconds the soak itself was late, at most. It runs the relays: where that is about a third of a
-    term, leaders lose their lead over it."""
 
 
 @dataclass(slots=True)
@@ -93,6 +91,9 @@ class Findings:
     samples: list[tuple[float, Vitals]] = field(default_factory=list)
     """Holds the proxy's vitals by seconds since the storm began."""
     leaks: LeakCheck | None = None
+    most_lag_s: float = 0.0
+    """Holds by how many seconds the soak's own event loop was late, at most. It plays the clients and the relays: where
+    that is seconds, requests take long to leave it, and with replicas leaders lose their lead over it."""
     num_unserved: int | None = None
     """Counts the questions not answered rightly after everything was well again; None until they were asked."""
 
@@ -121,7 +122,7 @@ async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, conso
         await cluster.start_proxy()
         clients = Clients(plan.url, questions, options.num_clients, options.seed, findings.counters, cluster.outages)
         findings.witness = Witness(plan, cluster.outages)
-        async with beside(clients.run(), findings.witness.run()):
+        async with beside(clients.run(), findings.witness.run(), watch_lag(findings)):
             await _run_phases(findings, cluster, clients, relay, console)
 
 
@@ -163,6 +164,14 @@ async def _storm(
     async with beside(faults.run(), _sample(findings, cluster)):
         await asyncio.sleep(duration_s)
     clients.is_unruly = relay.is_faulty = False
+
+
+async def watch_lag(findings: Findings) -> None:
+    """Notes how late this process itself is, until it is cancelled."""
+    while True:
+        due = time.monotonic() + TICK_S
+        await asyncio.sleep(TICK_S)
+        findings.most_lag_s = max(findings.most_lag_s, time.monotonic() - due)
 
 
 async def _sample(findings: Findings, cluster: SoakCluster) -> None:
