@@ -174,8 +174,9 @@ class Account:
     that begins after it tells what remains in use by nobody who is known.
 
     Mutable state: the capacity; the pages held, and by whom; whether that first look has come; foreign pages, which the
-    engine says are in use beyond those held, and what the look before said; the number that was held when the limit
-    fell below it, until that has drained; counts.
+    engine says are in use beyond those held, and what the look before said; how many of those that the first look
+    found may still be there, and until when; the number that was held when the limit fell below it, until that has
+    drained; counts.
     """
 
     __slots__ = (
@@ -184,6 +185,7 @@ class Account:
         "_inherited",
         "_is_limited",
         "_last_excess",
+        "_num_found",
         "_sure_at",
         "capacity",
         "drain",
@@ -227,6 +229,7 @@ class Account:
         self.foreign = 0
         self.occupied: int | None = None
         self._last_excess: int | None = None
+        self._num_found = 0
         self._found_until = -inf
         self._inherited = 0
         self.drain = DrainRate(now)
@@ -366,10 +369,11 @@ class Account:
         Pages in use beyond those held belong to somebody else: to another proxy, or to this proxy before its restart.
         The first look at a process counts at once. Where pages may be claimed, it is the first look after that time,
         and all that is in use counts: claims could hide pages of somebody who claims nothing. The process which left
-        these pages there must have lost them within `lease_s` seconds after that look. During this time they are taken
-        to be among those in use, however many are leased: a leased page may not be filled yet, or may have been let go
-        of already, and would hide one of them. Later they lower the limit as long as two looks in a row find them. One
-        look alone may come between the evidence and the moment at which the engine lets go.
+        these pages there must have lost them within `lease_s` seconds after that look. During this time all of them are
+        taken to be still there that can be among those in use, however many are leased: a leased page may not be filled
+        yet, or may have been let go of already, and would hide one of them. So up to half of a busy memory stays unused
+        then. Otherwise pages lower the limit as long as two looks in a row find them: one look alone may come between
+        the evidence and the moment at which the engine lets go.
         """
         if capacity < 1:
             raise ValueError(f"a memory for KV has at least one page, not {capacity}")
@@ -391,10 +395,11 @@ class Account:
             excess = min(max(0, occupied - ours), capacity)
             last, self._last_excess = self._last_excess, excess
             if last is None:
-                self.foreign, self._found_until = excess, now + lease_s
+                self.foreign = self._num_found = excess
+                self._found_until = now + lease_s
             else:
-                unproven = min(self.foreign, occupied) if now < self._found_until else 0
-                self.foreign = max(min(excess, last), unproven)
+                self._num_found = min(self._num_found, occupied) if now < self._found_until else 0
+                self.foreign = max(min(excess, last), self._num_found)
         self._set_limit()
         return (self.limit, self.is_sure) != before
 

@@ -102,8 +102,8 @@ def _note_proxy(report: Report, status: ProxyStatus, models: list[str] | None) -
             why = f"the proxy leaves it alone: its breaker is {one.breaker.state}"
             report.add("proxy", (one.name,), why, "see the proxy's log for its faults")
         if one.foreign:
-            why = f"{one.foreign} of its pages are in use by somebody else than this proxy"
-            advice = "let one proxy, or one fleet of replicas, admit for a decoder"
+            why = f"{one.foreign} of its pages are in use by somebody else, or were when the proxy was started"
+            advice = "let one proxy, or one fleet of replicas, admit for a decoder; soon after a start, wait"
             report.add("proxy", (one.name,), why, advice, is_warning=True)
     if status.draining or status.leaving:
         report.add("proxy", (), "the proxy is shutting down", "check the one that takes its place")

@@ -368,7 +368,7 @@ async def test_pages_promised_by_a_process_that_has_ended_are_not_taken_of_the_n
         await _send_one(world, prefiller, new)
 
     stale = msgspec.structs.replace(world.params(new, "stale"), decoder_epoch=old.agent.epoch)
-    with pytest.raises(ReservationRefused, match="ended"):
+    with pytest.raises(ReservationRefused, match="another process"):
         await settled(asyncio.create_task(prefiller.sender.open(stale, num_tokens=2 * prefiller.layout.chunk_size)))
     assert new.pages.get("stale") is None
     assert (new.pages.num_free, new.pages.num_waited) == (4, 0)

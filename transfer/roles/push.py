@@ -320,9 +320,10 @@ class Push:
             rank.granted(grant)
 
     def _message(self, session: Session, num_now: int) -> wire.Reserve:
+        receiver_epoch = self._request.receiver_epoch
         return wire.Reserve(
             attempt=self._request.attempt,
-            epoch=self._request.receiver_epoch or session.welcome.epoch,
+            epoch=session.welcome.epoch if receiver_epoch is None else receiver_epoch,
             num_pages=len(self.table),
             num_now=num_now,
             num_tokens=self.table.num_tokens,

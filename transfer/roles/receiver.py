@@ -503,7 +503,7 @@ class Receiver:
     def _check_reserve(self, message: wire.Reserve) -> PageTable:
         """Returns the attempt's page table. Raises `ReservationRefused` where the message may not get pages."""
         if message.epoch != self._agent.epoch:
-            raise ReservationRefused("the decoder's process that was to give the pages has ended; ask for a new turn")
+            raise ReservationRefused("another process than this decoder's has promised the pages; ask for a new turn")
         self._check_trust(message)
         self._check_term(message)
         is_new = self._reservations.get(message.attempt) is None

@@ -125,7 +125,7 @@ def key(world: World) -> bytes:
         place, account = process.place, process.place.account
         inside: tuple[Any, ...] = ()
         if account is not None:
-            inside = (account.capacity, account.foreign, account._last_excess, account._inherited)
+            inside = (account.capacity, account.foreign, account._last_excess, account._num_found, account._inherited)
         state = (
             str(place.shape),
             process.letter,

@@ -59,6 +59,18 @@ def test_a_page_that_was_there_before_is_not_hidden_by_one_that_was_let_go_of_al
     assert account.foreign == 0
 
 
+def test_what_two_looks_have_found_comes_off_at_the_next_one_soon_after_the_first_look() -> None:
+    account = account_of(6)
+    account.heard(6, 0, now=0.0, lease_s=15.0)
+    for now, occupied, foreign in ((1.0, 2, 0), (2.0, 2, 2), (3.0, 1, 1), (4.0, 0, 0), (5.0, 4, 0)):
+        account.heard(6, occupied, now=now, lease_s=15.0)
+        assert account.foreign == foreign
+    account.issue("a", 4, 5.5)
+    account.heard(6, 4, now=6.0, returned_before=0, lease_s=15.0)
+    account.heard(6, 4, now=7.0, returned_before=0, lease_s=15.0)
+    assert (account.foreign, account.limit) == (0, 6)
+
+
 def test_one_more_than_fits_is_noticed_where_nothing_was_held_before() -> None:
     account = account_of(4)
     account.heard(4, 4)

@@ -85,6 +85,21 @@ def _heard_trusts_claims(original: Original) -> Original:
     return heard
 
 
+def _heard_takes_claims_for_filled(original: Original) -> Original:
+    """Has what was claimed hide what somebody else has left, at any look."""
+
+    def heard(self: Account, capacity: int, occupied: int | None, *args: Any) -> bool:
+        foreign = self.foreign
+        changed = original(self, capacity, occupied, *args)
+        if self.is_sure and occupied is not None:
+            self._num_found = min(self._num_found, max(0, occupied - _claims_are_filled(self)))
+            self.foreign = min(self.foreign, self._num_found)
+            self._set_limit()
+        return bool(changed or foreign != self.foreign)
+
+    return heard
+
+
 def _always(self: Any) -> bool:
     return True
 
@@ -221,6 +236,7 @@ FAULTS = (
         seed=33,
     ),
     Fault("claims are taken for what is in use", LOST, (_of(Account, "heard", _heard_trusts_claims),), seed=13),
+    Fault("claims are taken for filled", LOST, (_of(Account, "heard", _heard_takes_claims_for_filled),)),
     Fault(
         "a leader grants whose time is over",
         PLAN,
