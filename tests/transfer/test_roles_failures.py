@@ -330,11 +330,7 @@ async def test_a_receiver_restarted_under_the_same_port(world: World, has_push_u
         await old.receiver.wait_ready("a")
         old.receiver.take("a")
         old.receiver.consumed("a")
-    world.decoders.remove(old)
-    await old.receiver.aclose()
-    old.agent.close()
-
-    new = await world.decoder(config=replace(QUICK, port=old.receiver.endpoint.port))
+    new = await _restart(world, old)
     again = await world.open(prefiller, new, "b")
     fill(again, 2, 3)
     await again.finish()

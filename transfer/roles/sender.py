@@ -92,7 +92,7 @@ class Sender:
         first pages are shared. Raises `ReservationRefused` (`StaleTerm` where the receiver has heard of a higher term
         than the attempt's), `HandshakeRefused` or `PeerLost`, and another `TransferError` for receivers or keys that
         cannot be, or for more than `MAX_PAGES` pages; nothing is held then. With a receiver that was restarted since
-        the last push, the sender shakes hands anew; it grants nothing where `params.decoder_epoch` is not its own.
+        the last push, the sender shakes hands anew. A receiver refuses a `params.decoder_epoch` that is not its own.
         """
         endpoint = _the_receiver(params.receivers)
         layout = self._identity.layout

@@ -69,6 +69,9 @@ def test_what_two_looks_have_found_comes_off_at_the_next_one_soon_after_the_firs
     account.heard(6, 4, now=6.0, returned_before=0, lease_s=15.0)
     account.heard(6, 4, now=7.0, returned_before=0, lease_s=15.0)
     assert (account.foreign, account.limit) == (0, 6)
+    for now, occupied, foreign in ((8.0, 6, 0), (9.0, 6, 2), (10.0, 4, 0)):  # at last as many are in use as are leased
+        account.heard(6, occupied, now=now, returned_before=0, lease_s=15.0)
+        assert account.foreign == foreign
 
 
 def test_one_more_than_fits_is_noticed_where_nothing_was_held_before() -> None:
