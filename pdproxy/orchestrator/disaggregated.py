@@ -38,33 +38,47 @@ REPLY_S = 0.2
 drops the KV in the moment in which it replies, and the reply may come second."""
 LEASE_SHARE: Final = 0.8
 """Share of an engine's lease within which a decoder must have begun, where the lease is strict."""
+SILENT_SHARE: Final = 1 / 3
+"""Share of the time for its first event after which a stream's prefiller is looked at."""
+JUDGE_S: Final = 1.0
+"""Seconds between two judgements of it, once it was looked at."""
 
 
 class PrefillerWatchdog(Deadline):
-    """PrefillerWatchdog has the prefiller looked at after a time, while a whole answer is waited for.
+    """PrefillerWatchdog has the prefiller looked at where the decoder has said nothing for a time, because it may still
+    wait for KV. It waits for ever where the prefiller has frozen. So the prefiller must be found well; else `LegFailed`
+    is raised, and nobody blames the decoder.
 
-    Such an answer has no first event by which to see that the decoder still waits for KV. The decoder waits for ever
-    where the prefiller has frozen. So the prefiller must be found well; else `LegFailed` is raised.
+    A stream shows by its first event that its KV has come: until then the prefiller is judged again and again, and has
+    to be the same process still. A whole answer has no such event: its prefiller is judged twice, before the look and
+    when that has had its time.
 
     Mutable state: whether it is being looked at.
     """
 
-    __slots__ = ("_is_looked_at", "_prefiller", "_probe_s")
+    __slots__ = ("_epoch", "_is_looked_at", "_is_stream", "_prefiller", "_probe_s", "_record")
 
-    def __init__(self, prefiller: Instance, after_s: float, outer: Deadline, *, probe_s: float) -> None:
-        super().__init__(after_s, self._not_well, outer)
-        self._prefiller = prefiller
+    def __init__(self, attempt: Attempt, after_s: float, *, is_stream: bool, probe_s: float) -> None:
+        super().__init__(after_s, self._not_well, attempt.context.limit)
+        self._prefiller = attempt.prefiller
+        self._epoch = attempt.prefiller.epoch
+        self._record = attempt.record
+        self._is_stream = is_stream
         self._probe_s = probe_s
         self._is_looked_at = False
 
     def is_due(self) -> None:
-        if not _is_well(self._prefiller):
+        prefiller, is_stream = self._prefiller, self._is_stream
+        if is_stream and self._record.first_token_s is not None:
+            return
+        if not _is_well(prefiller) or (is_stream and prefiller.epoch != self._epoch):
             self.cut()
         elif not self._is_looked_at:
-            # Asks the probe for a look. When that has had its time, the prefiller is judged a second and last time.
             self._is_looked_at = True
-            self._prefiller.look_soon()
+            prefiller.look_soon()
             self.wait(self._probe_s, self._not_well)
+        elif is_stream:
+            self.wait(JUDGE_S, self._not_well)
 
     def _not_well(self) -> LegFailed:
         return LegFailed("prefill", self._prefiller.name, "it stopped answering, maybe before the decoder had its KV")
@@ -143,7 +157,7 @@ class Disaggregated:
                 if attempt.record.phase is _PREFILL:
                     attempt.record.advance(_KV_WAIT)
                 if not asked.stream:
-                    with self._watchdog(attempt, self._legs.first_byte_timeout_s):
+                    with self._watchdog(attempt, self._legs.first_byte_timeout_s, is_stream=False):
                         # Waits for ever: the watchdog ends this, or `run_alongside` does when the decode leg is over.
                         await asyncio.get_running_loop().create_future()
 
@@ -218,13 +232,15 @@ class Disaggregated:
         attempt.decode_sent()
         try:
             answer = self._legs.decode(attempt, decode, asked=asked, first_byte_s=first_byte_s, needs_text=needs_text)
-            if asked.stream or not traits.is_lease_strict:
+            if not traits.is_lease_strict:
                 await answer
             else:
-                with self._watchdog(attempt, first_byte_s):
+                after_s = first_byte_s * SILENT_SHARE if asked.stream else first_byte_s
+                with self._watchdog(attempt, after_s, is_stream=asked.stream):
                     await answer
-        except (LegFailed, LegTimedOut):
-            attempt.decode_failed()
+        except (LegFailed, LegTimedOut) as error:
+            if error.leg == "decode":
+                attempt.decode_failed()
             raise
 
     async def _decode_alongside(self, attempt: Attempt, asked: GenerationRequest) -> None:
@@ -237,9 +253,8 @@ class Disaggregated:
             attempt.decode_failed()
             raise
 
-    def _watchdog(self, attempt: Attempt, after_s: float) -> PrefillerWatchdog:
-        outer = attempt.context.limit
-        return PrefillerWatchdog(attempt.prefiller, after_s, outer, probe_s=self._probe_timeout_s)
+    def _watchdog(self, attempt: Attempt, after_s: float, *, is_stream: bool) -> PrefillerWatchdog:
+        return PrefillerWatchdog(attempt, after_s, is_stream=is_stream, probe_s=self._probe_timeout_s)
 
 
 def _gone(instance: Instance) -> MakeError:

@@ -221,14 +221,14 @@ async def test_a_prefiller_that_freezes(using: Fleet, stream: bool, say: Callabl
 
 
 async def test_the_only_prefiller_frozen_under_load_fails_no_request(using: Fleet, say: Callable[[str], None]) -> None:
-    """The decoder answers alone until the prefiller goes on."""
+    """The decoder answers alone until the prefiller goes on, also a stream whose KV it was about to pull."""
     async with pair(using, "--probe-misses", "2", "--probe-timeout-s", "1") as two:
         replies: list[httpx.Response] = []
-        stop = asyncio.Event()
+        enough = asyncio.Event()
 
         async def ask(number: int) -> None:
             turn = 0
-            while not stop.is_set():
+            while not enough.is_set():
                 replies.append(await two.post(body(f"client {number}, turn {turn}", stream=bool(number % 2))))
                 turn += 1
 
@@ -236,19 +236,24 @@ async def test_the_only_prefiller_frozen_under_load_fails_no_request(using: Flee
             for number in range(4):
                 clients.create_task(ask(number))
             await asyncio.sleep(5)
+            stop = two.to_decoder.stop("request", "about to be pulled")
+            pulled = asyncio.create_task(two.post(body("about to be pulled", stream=True)))
+            await reached(stop)
             two.prefiller.freeze()
+            stop.go.set()
             await asyncio.sleep(FROZEN_S)
             two.prefiller.thaw()
             await two.proxy.wait_ready()
+            replies.append(await pulled)
             num_before = len(replies)
             async with asyncio.timeout(10):
                 while not any(reply.headers["x-pdproxy-path"] == "disaggregated" for reply in replies[num_before:]):
                     await two.client.get("/health")
-            stop.set()
+            enough.set()
         statuses = Counter(reply.status_code for reply in replies)
         paths = Counter(reply.headers.get("x-pdproxy-path") for reply in replies)
         say(f"the only prefiller frozen for {FROZEN_S:g} s: {dict(statuses)}, {dict(paths)}")
-        assert set(statuses) == {200}
+        assert set(statuses) == {200}, [reply.text for reply in replies if reply.status_code != 200]
         assert paths["local"] > 0
         await two.all_is_free(AFTER_LEASE_S)
 

@@ -300,6 +300,52 @@ async def test_whole_answer_is_waited_for_while_its_prefiller_is_well(is_frozen:
             assert (await call.answer()).status == 200
 
 
+LOST, RESTARTED, WELL = "lost", "restarted", "well"
+
+
+@pytest.mark.parametrize("state", [LOST, RESTARTED, WELL])
+async def test_stream_is_waited_for_while_its_prefiller_is_well(state: str) -> None:
+    """A decoder that pulls from a process which has frozen, or is not there any more, says nothing until its time is
+    over, and is not to blame."""
+    async with nixl_pair() as house:
+        house.limit(first_byte_timeout_s=0.3)
+        prefiller, decoder = house.proxy.pool.instances
+        house.decoder.hang_at.add("first")
+        call = house.call(CHAT, messages=MESSAGES, stream=True)
+        await house.decoder.reached("first")
+        house.decoder.hang_at.discard("first")
+        if state == LOST:
+            prefiller.lost("no answer in time")
+        elif state == RESTARTED:
+            house.prefiller.restart()
+            prefiller.look_soon()
+        else:
+            await asyncio.sleep(0.15)
+            house.decoder.let_go("first")
+        answer = await call.answer()
+        assert (answer.status, answer.text()) == (200, TEXT)
+        assert answer.headers["x-pdproxy-path"] == ("local" if state == LOST else "disaggregated")
+        assert len(house.decoder.generations()) == (1 if state == WELL else 2)
+        assert decoder.breaker.statistics().num_faults == prefiller.breaker.statistics().num_faults == 0
+        await house.settled()
+        assert errands(house.decoder) == [], "the end of the leg has freed the blocks"
+
+
+async def test_stream_that_has_begun_needs_its_prefiller_no_more() -> None:
+    async with nixl_pair() as house:
+        house.limit(first_byte_timeout_s=1.0)
+        house.decoder.hang_at.add("middle")
+        call = house.call(CHAT, messages=MESSAGES, stream=True)
+        await house.decoder.reached("middle")
+        house.proxy.pool.instances[0].lost("no answer in time")
+        await asyncio.sleep(0.5)
+        house.decoder.let_go("middle")
+        answer = await call.answer()
+        assert (answer.status, answer.text()) == (200, TEXT)
+        assert answer.headers["x-pdproxy-path"] == "disaggregated"
+        house.proxy.pool.instances[0].look_soon()
+
+
 # ── what an early end leaves ────────────────────────────────────────────────────────────────────────────────────────
 
 
