@@ -18,13 +18,16 @@ import pytest
 pytest.importorskip("nixl", reason="the soak needs engines (extra: engine)")
 
 from pdproxy.launch.ports import HOST, free_ports
+from pdproxy.loadtest.stopping import beside
 from scripts.dev.common.store_servers import StoreKind
+from scripts.dev.soak import clients as clients_module
+from scripts.dev.soak import witness
 from scripts.dev.soak.clients import Clients
 from scripts.dev.soak.command import app
 from scripts.dev.soak.counters import Counters
 from scripts.dev.soak.outages import Excuses, Outages
 from scripts.dev.soak.partition import Partition, Rule, Trouble
-from scripts.dev.soak.plan import make_plan
+from scripts.dev.soak.plan import REQUEST_TIMEOUT_S, make_plan
 from scripts.dev.soak.questions import COMPLETIONS, Answer, Question
 from scripts.dev.soak.replica_cluster import ReplicaCluster
 from scripts.dev.soak.replica_faults import ReplicaFault, ReplicaFaults, StoreFault, WayFault
@@ -32,7 +35,7 @@ from scripts.dev.soak.replica_plan import FleetPlan, make_fleet_plan, replica_pr
 from scripts.dev.soak.reply import Reply, Said
 from scripts.dev.soak.report import is_clean, make_report, problems
 from scripts.dev.soak.run import Findings, ReplicaFindings, SoakOptions
-from scripts.dev.soak.verdict import Verdict, what_is_wrong_with_an_error
+from scripts.dev.soak.verdict import Verdict, ran_out_of_time, what_is_wrong_with_an_error
 
 ENGINES = make_plan(Path("model"), num_prefillers=1, num_decoders=1, seed=1, page_bytes=1)
 QUESTION = Question(COMPLETIONS, {"prompt": [1], "max_tokens": 1}, Answer(Said("a", ["a"], "length"), 1, 1))
@@ -258,28 +261,96 @@ def test_an_error_without_an_excuse(status: int, retry_after: str | None, took_s
     assert bool(wrong) == bool(told)
 
 
-@pytest.mark.parametrize(("is_ill", "verdict"), [(True, Verdict.TYPED_ERROR), (False, Verdict.WRONG)])
-async def test_a_refusal_needs_retry_after_unless_something_was_killed_or_frozen(
-    is_ill: bool, verdict: Verdict
+ILL, SLOW = 0, 1
+
+
+TOO_LONG = f"the request took longer than {REQUEST_TIMEOUT_S:g} s"
+
+
+@pytest.mark.parametrize(
+    ("message", "outage", "verdict"),
+    [
+        ("m", None, Verdict.WRONG),
+        ("m", ILL, Verdict.TYPED_ERROR),
+        ("m", SLOW, Verdict.WRONG),
+        (TOO_LONG, None, Verdict.WRONG),
+        (TOO_LONG, ILL, Verdict.TYPED_ERROR),
+        (TOO_LONG, SLOW, Verdict.TYPED_ERROR),
+    ],
+)
+async def test_an_error_is_wrong_unless_something_was_killed_or_frozen_or_too_slow_to_be_in_time(
+    message: str, outage: int | None, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica, engines, counters = Outages(), Outages(), Counters()
+    outages, counters = (Outages(), Outages()), Counters()
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        if is_ill:
-            engines.begin()
-            engines.end()
-        body = json.dumps({"error": {"message": "m", "type": "t", "code": "c"}}).encode()
+        if outage is not None:
+            outages[outage].begin()
+            outages[outage].end()
+        body = json.dumps({"error": {"message": message, "type": "t", "code": "c"}}).encode()
         writer.write(b"HTTP/1.1 503 No\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()
         writer.close()
 
+    monkeypatch.setattr(clients_module, "ran_out_of_time", lambda reply, _: ran_out_of_time(reply, REQUEST_TIMEOUT_S))
     async with await asyncio.start_server(refuse, HOST, 0) as server:
         url = f"http://{HOST}:{server.sockets[0].getsockname()[1]}"
-        clients = Clients(url, [QUESTION], 1, 1, counters, Outages(), excuses=Excuses(replica, engines))
+        excuses, slow = Excuses(outages[ILL]), Excuses(outages[SLOW])
+        clients = Clients(url, [QUESTION], 1, 1, counters, Outages(), excuses=excuses, slow=slow)
         await clients.everything_once()
         await clients.send_home()
     assert counters.verdicts == {verdict: 1}
+    assert counters.num_too_slow == ((message, outage) == (TOO_LONG, SLOW))
+
+
+@pytest.mark.parametrize(
+    ("message", "took_s", "ran_out"), [(TOO_LONG, 15.1, True), (TOO_LONG, 3.0, False), ("no KV in 2.5 s", 15.1, False)]
+)
+def test_a_request_ran_out_of_time_when_it_had_all_of_it(message: str, took_s: float, ran_out: bool) -> None:
+    assert ran_out_of_time(Reply(504, error={"message": message}), took_s) is ran_out
+
+
+def test_an_outage_that_had_begun_before_a_request_is_an_excuse_also_when_it_is_over() -> None:
+    outage = Outages()
+    outage.begin()
+    excuses = Excuses(outage)
+    mark = excuses.mark()
+    outage.end()
+    assert excuses.hold(mark)
+    assert not excuses.hold(excuses.mark())
+
+
+async def test_the_pace_tells_when_a_decoder_is_too_slow_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(witness, "SLOW_S", 0.1)
+    monkeypatch.setattr(witness, "LOOK_INTERVAL_S", 0.01)
+    answers, served = asyncio.Event(), asyncio.Lock()
+    answers.set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with served:
+            await reader.readuntil(b"\r\n\r\n")
+            await answers.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}")
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async with await asyncio.start_server(serve, HOST, 0) as server:
+        decoder = replace(ENGINES.engines[-1], port=server.sockets[0].getsockname()[1])
+        pace = witness.Pace(replace(ENGINES, engines=(decoder,)))
+        [outage] = pace.outages
+        async with beside(pace.run()), asyncio.timeout(5):
+            await asyncio.sleep(0.1)
+            assert outage.num_begun == 0
+            answers.clear()
+            while not outage.is_down:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            answers.set()
+            while outage.is_down:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        async with served:
+            assert outage.num_begun == 1
 
 
 async def test_a_client_that_hears_nothing_counts_as_hung() -> None:

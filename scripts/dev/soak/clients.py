@@ -17,7 +17,7 @@ from scripts.dev.soak.outages import Excuses, Outages
 from scripts.dev.soak.plan import CLIENT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from scripts.dev.soak.questions import Question
 from scripts.dev.soak.reply import Reply
-from scripts.dev.soak.verdict import Verdict, judge, what_is_wrong_so_far, what_is_wrong_with_an_error
+from scripts.dev.soak.verdict import Verdict, judge, ran_out_of_time, what_is_wrong_so_far, what_is_wrong_with_an_error
 
 MEAN_PAUSE_S = 0.3
 MIN_LEAVE_S, MAX_LEAVE_S = 0.001, 6.0
@@ -69,14 +69,18 @@ class Clients:
         outages: Outages,
         *,
         excuses: Excuses | None = None,
+        slow: Excuses | None = None,
         limit_s: float = CLIENT_TIMEOUT_S,
         refusal_limit_s: float = CLIENT_TIMEOUT_S,
     ) -> None:
         """Makes the clients. With `excuses` an error for which there is none is wrong, but for a refusal in
-        `refusal_limit_s`. A request without an end after `limit_s` counts as hung."""
+        `refusal_limit_s`, and for a request that ran out of its time while an engine was `slow`. A request without an
+        end after `limit_s` counts as hung."""
         self.is_unruly = False
         self._outages = outages
-        self._excuses = excuses
+        self._excuses = excuses or Excuses()
+        self._is_strict = excuses is not None
+        self._slow = slow or Excuses()
         self._limit_s = limit_s
         self._refusal_limit_s = refusal_limit_s
         self._questions = questions
@@ -176,7 +180,7 @@ class Clients:
     async def _judge(self, visit: _Visit) -> tuple[Verdict, str, str]:
         """Asks, and returns the verdict, why, and the path of the answer."""
         reply, mark, began = Reply(), self._outages.mark(), time.monotonic()
-        excuse = None if self._excuses is None else self._excuses.mark()
+        excuse, slow = self._excuses.mark(), self._slow.mark()
         try:
             async with asyncio.timeout(visit.leave_after_s or self._limit_s):
                 await self._ask(visit, reply)
@@ -194,11 +198,13 @@ class Clients:
         verdict, why = judge(visit.question, visit.n, reply)
         took_s = time.monotonic() - began
         self._counters.timed(why if verdict is Verdict.TYPED_ERROR else verdict, took_s)
-        if verdict is Verdict.TYPED_ERROR and reply.status != 400 and self._excuses is not None:
-            assert excuse is not None
-            if not self._excuses.hold(excuse):
-                wrong = what_is_wrong_with_an_error(reply, took_s, limit_s=self._refusal_limit_s)
-                verdict, why = (Verdict.WRONG, wrong) if wrong else (verdict, why)
+        is_refused = verdict is Verdict.TYPED_ERROR and reply.status != 400
+        if is_refused and self._is_strict and not self._excuses.hold(excuse):
+            if ran_out_of_time(reply, took_s) and self._slow.hold(slow):
+                self._counters.num_too_slow += 1
+                return verdict, why, reply.path
+            wrong = what_is_wrong_with_an_error(reply, took_s, limit_s=self._refusal_limit_s)
+            verdict, why = (Verdict.WRONG, wrong) if wrong else (verdict, why)
         return verdict, why, reply.path
 
     def _how_it_hung(self, reply: Reply, mark: int) -> str:

@@ -25,6 +25,8 @@ class Counters:
     """Holds the connections lost while the proxy was dead, by how that showed: refused, or broken off in the middle."""
     paths: Counter[str] = field(default_factory=Counter)
     """Holds the completed answers by the way they came."""
+    num_too_slow: int = 0
+    """Counts the requests that ran out of their time while a decoder was too slow, and nothing else was wrong."""
     failures: list[str] = field(default_factory=list)
     slowest_s: dict[str, float] = field(default_factory=dict)
     """Holds the most seconds that a request took, by how it ended: its status and code."""

@@ -36,7 +36,7 @@ class Outages:
 
     def mark(self) -> int:
         """Returns a mark to be kept from when a request is sent, for `excuse`."""
-        return self.num_begun
+        return self.num_begun - self.is_down
 
     def excuse(self, mark: int) -> bool:
         """Tells whether a connection in use since `mark` may have been lost by an outage: the proxy is down or was
@@ -45,11 +45,10 @@ class Outages:
 
 
 class Excuses:
-    """Excuses tells whether something of a client's request was killed or frozen while it ran: its replica, or an
-    engine."""
+    """Excuses tells whether something that a client's request needs had an outage while it ran."""
 
-    def __init__(self, replica: Outages, engines: Outages) -> None:
-        self._all = (replica, engines)
+    def __init__(self, *outages: Outages) -> None:
+        self._all = outages
 
     def mark(self) -> tuple[int, ...]:
         """Returns a mark to be kept from when a request is sent, for `hold`."""

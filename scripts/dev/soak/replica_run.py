@@ -38,7 +38,7 @@ from scripts.dev.soak.run import (
     ReplicaFindings,
     watch_lag,
 )
-from scripts.dev.soak.witness import Witness
+from scripts.dev.soak.witness import Pace, Witness
 
 ENGINE_PAUSE_S = 30.0
 """The most seconds between two faults of one role's engines: most of the time all engines are well, so that an error
@@ -80,7 +80,7 @@ async def soak_replicas(
     console.print(f"{len(questions)} questions, their answers learnt; starting {found.store} and the replicas")
     async with cluster.relaying():
         await cluster.start_fleet()
-        ill = Outages()
+        ill, pace = Outages(), Pace(engines)
         crowds = [
             Clients(
                 one.url,
@@ -90,6 +90,7 @@ async def soak_replicas(
                 findings.counters,
                 cluster.lost[one.name],
                 excuses=Excuses(cluster.unwell[one.name], ill),
+                slow=Excuses(*pace.outages),
                 limit_s=REPLICA_CLIENT_TIMEOUT_S,
                 refusal_limit_s=REFUSAL_LIMIT_S,
             )
@@ -100,7 +101,7 @@ async def soak_replicas(
         async with AsyncExitStack() as stack:
             for one in crowds:
                 await stack.enter_async_context(beside(one.run()))
-            async with beside(findings.witness.run(), watch_lag(findings)):
+            async with beside(findings.witness.run(), pace.run(), watch_lag(findings)):
                 await _run_phases(findings, found, cluster, crowds, ill, console)
         found.left_behind = await cluster.end_fleet()
         found.alarms = _alarms(plan, logs)

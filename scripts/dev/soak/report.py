@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from scripts.dev.soak.counters import Counters
 from scripts.dev.soak.run import Findings, ReplicaFindings
 from scripts.dev.soak.verdict import Verdict
 from transfer.command_line.tables import Table
@@ -20,9 +21,10 @@ MUST_BE_ZERO = (
     "left_behind",
     "alarms",
 )
-GROWTH_LIMITS = {"fd_growth": 8, "thread_growth": 4, "task_growth": 4}
-"""The growth that is allowed: idle moments differ a little, because a probe is under way or is not. What leaks, leaks
-with every request or fault."""
+LIMITS = {"fd_growth": 8, "thread_growth": 4, "task_growth": 4, "too_slow_percent": 5}
+"""The most of what need not be zero. Idle moments differ a little, because a probe is under way or is not; what leaks,
+leaks with every request or fault. Where more requests have run out of their time at slow engines, the soak says little
+of those that it was for."""
 
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
@@ -58,10 +60,10 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
     ):
         is_known = before is not None and after is not None
         report[name] = round(getattr(after, attribute) - getattr(before, attribute), 1) if is_known else None
-    return report | _of_replicas(findings.replicas) | _details(findings)
+    return report | _of_replicas(findings.replicas, findings.counters) | _details(findings)
 
 
-def _of_replicas(found: ReplicaFindings | None) -> dict[str, Any]:
+def _of_replicas(found: ReplicaFindings | None, counters: Counters) -> dict[str, Any]:
     """Returns what there is to tell of replicas: nothing where there is one proxy."""
     if found is None:
         return {}
@@ -72,6 +74,7 @@ def _of_replicas(found: ReplicaFindings | None) -> dict[str, Any]:
         "disagreements": None if found.disagreements is None else len(found.disagreements),
         "left_behind": None if found.left_behind is None else len(found.left_behind),
         "alarms": len(found.alarms),
+        "too_slow_percent": round(100 * counters.num_too_slow / max(1, counters.num_requests), 1),
         "terms_begun": 0 if faults is None else sum(" leads, in term " in what for _, what in faults.told),
         "faults_of_replicas": {} if faults is None else dict(sorted(faults.done.items())),
         "replica_reports": [*(found.disagreements or []), *(found.left_behind or []), *found.alarms],
@@ -85,7 +88,7 @@ def is_clean(report: dict[str, Any]) -> bool:
 
 
 def _is_bad(name: str, value: Any) -> bool:
-    limit = 0 if name in MUST_BE_ZERO else GROWTH_LIMITS.get(name)
+    limit = 0 if name in MUST_BE_ZERO else LIMITS.get(name)
     return limit is not None and value is not None and value > limit
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from pdproxy.openai.answer import Usage
+from scripts.dev.soak.plan import REQUEST_TIMEOUT_S
 from scripts.dev.soak.questions import Answer, Question
 from scripts.dev.soak.reply import Reply, Said
 
@@ -45,6 +46,14 @@ def what_is_wrong_with_an_error(reply: Reply, took_s: float, *, limit_s: float) 
     if reply.retry_after is None:
         return f"{reply.status} without Retry-After: {reply.error}"
     return f"{reply.status} only after {took_s:.1f} s: {reply.error}" if took_s > limit_s else ""
+
+
+def ran_out_of_time(reply: Reply, took_s: float) -> bool:
+    """Tells whether the error says that the request had all of its time, and that is so. Limits of single steps say
+    something else."""
+    assert reply.error is not None
+    told = f"the request took longer than {REQUEST_TIMEOUT_S:g} s"
+    return reply.error.get("message") == told and took_s > REQUEST_TIMEOUT_S - 1
 
 
 def what_is_wrong_so_far(question: Question, reply: Reply) -> str:

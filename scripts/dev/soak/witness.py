@@ -5,6 +5,8 @@ A decoder grants pages first come first served, and lets an attempt wait while t
 proxy has admitted should never have to wait: its pages were set aside before its prefiller was asked. Attempts of a
 proxy that was killed may still ask for pages after its successor has looked, until their engines' lease is over; those
 that wait then are counted by themselves.
+
+It also finds out whether the engines themselves are too slow, by asking them past the proxy.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ from typing import Any
 import httpx
 
 from scripts.dev.soak.outages import Outages
-from scripts.dev.soak.plan import ENGINE_LEASE_S, EnginePlan, Plan
+from scripts.dev.soak.plan import ENGINE_LEASE_S, MODEL, REQUEST_TIMEOUT_S, EnginePlan, Plan
+from scripts.dev.soak.questions import COMPLETIONS, MAX_ANSWER
 
 LOOK_INTERVAL_S = 0.5
 """The seconds between two looks. Nobody knows what a decoder counts between the last look and its being killed."""
 LOOK_TIMEOUT_S = 5.0
+SLOW_S = REQUEST_TIMEOUT_S / 2
+"""The seconds for the longest answer from which on a decoder is too slow: a request that has waited for its turn, and
+for its prefiller, may run out of its time then."""
 
 
 class Witness:
@@ -78,4 +84,38 @@ class Witness:
                 self.note(decoder.name, response.raise_for_status().json())
             except httpx.HTTPError:
                 pass  # killed, or frozen: it is asked again
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+
+class Pace:
+    """Pace asks every decoder for an answer as long as they get, again and again, past the proxy.
+
+    Where clients ask for more than the machine can do, requests run out of their time, and no proxy could help it.
+
+    Mutable state: `outages`, the times in which a decoder was too slow, one for each decoder.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._decoders = [engine for engine in plan.engines if engine.role == "decode"]
+        self.outages = [Outages() for _ in self._decoders]
+
+    async def run(self) -> None:
+        """Asks until cancelled."""
+        async with httpx.AsyncClient(trust_env=False, timeout=None) as client, asyncio.TaskGroup() as tasks:
+            for decoder, outage in zip(self._decoders, self.outages, strict=True):
+                tasks.create_task(self._watch(client, decoder, outage))
+
+    async def _watch(self, client: httpx.AsyncClient, decoder: EnginePlan, outage: Outages) -> None:
+        body = {"model": MODEL, "prompt": [10], "max_tokens": MAX_ANSWER, "ignore_eos": True}
+        while True:
+            try:
+                async with asyncio.timeout(SLOW_S):
+                    (await client.post(f"{decoder.url}{COMPLETIONS}", json=body)).raise_for_status()
+            except TimeoutError:
+                if not outage.is_down:
+                    outage.begin()
+            except httpx.HTTPError:
+                pass  # killed, which is an outage of its own
+            else:
+                outage.end()
             await asyncio.sleep(LOOK_INTERVAL_S)
