@@ -39,24 +39,22 @@ drops the KV in the moment in which it replies, and the reply may come second.""
 LEASE_SHARE: Final = 0.8
 """Share of an engine's lease within which a decoder must have begun, where the lease is strict."""
 SILENT_SHARE: Final = 1 / 3
-"""Share of the time for its first event after which a stream's prefiller is looked at."""
-JUDGE_S: Final = 1.0
-"""Seconds between two judgements of it, once it was looked at."""
+"""Share of the time for its first event after which a stream's prefiller is judged."""
 
 
 class PrefillerWatchdog(Deadline):
-    """PrefillerWatchdog has the prefiller looked at where the decoder has said nothing for a time, because it may still
-    wait for KV. It waits for ever where the prefiller has frozen. So the prefiller must be found well; else `LegFailed`
-    is raised, and nobody blames the decoder.
+    """PrefillerWatchdog judges the prefiller where the decoder has said nothing for a time, because it may still wait
+    for KV. It waits for ever where the prefiller has frozen. So the prefiller must be found well; else `LegFailed` is
+    raised, and nobody blames the decoder.
 
-    A stream shows by its first event that its KV has come: until then the prefiller is judged again and again, and has
-    to be the same process still. A whole answer has no such event: its prefiller is judged twice, before the look and
-    when that has had its time.
+    A whole answer has no first event by which to see that its KV has come: its prefiller is judged twice, before the
+    look and when that has had its time. A stream is guarded until its first event: its prefiller must not be found ill
+    twice in a row, with time for a look in between, nor be another process.
 
-    Mutable state: whether it is being looked at.
+    Mutable state: whether it is being looked at; whether it was well when it was judged last.
     """
 
-    __slots__ = ("_epoch", "_is_looked_at", "_is_stream", "_prefiller", "_probe_s", "_record")
+    __slots__ = ("_epoch", "_is_looked_at", "_is_stream", "_prefiller", "_probe_s", "_record", "_was_well")
 
     def __init__(self, attempt: Attempt, after_s: float, *, is_stream: bool, probe_s: float) -> None:
         super().__init__(after_s, self._not_well, attempt.context.limit)
@@ -66,19 +64,27 @@ class PrefillerWatchdog(Deadline):
         self._is_stream = is_stream
         self._probe_s = probe_s
         self._is_looked_at = False
+        self._was_well = True
 
     def is_due(self) -> None:
-        prefiller, is_stream = self._prefiller, self._is_stream
-        if is_stream and self._record.first_token_s is not None:
-            return
-        if not _is_well(prefiller) or (is_stream and prefiller.epoch != self._epoch):
+        if self._is_stream:
+            self._judge_stream()
+        elif not _is_well(self._prefiller):
             self.cut()
         elif not self._is_looked_at:
             self._is_looked_at = True
-            prefiller.look_soon()
+            self._prefiller.look_soon()
             self.wait(self._probe_s, self._not_well)
-        elif is_stream:
-            self.wait(JUDGE_S, self._not_well)
+
+    def _judge_stream(self) -> None:
+        if self._record.first_token_s is not None:
+            return
+        prefiller, was_well = self._prefiller, self._was_well
+        self._was_well = _is_well(prefiller)
+        if not (was_well or self._was_well) or prefiller.is_another(prefiller.epoch, self._epoch):
+            self.cut()
+        else:
+            self.wait(self._probe_s, self._not_well)
 
     def _not_well(self) -> LegFailed:
         return LegFailed("prefill", self._prefiller.name, "it stopped answering, maybe before the decoder had its KV")

@@ -36,7 +36,7 @@ class Outages:
 
     def mark(self) -> int:
         """Returns a mark to be kept from when a request is sent, for `excuse`."""
-        return self.num_begun - self.is_down
+        return self.num_begun
 
     def excuse(self, mark: int) -> bool:
         """Tells whether a connection in use since `mark` may have been lost by an outage: the proxy is down or was
@@ -51,8 +51,9 @@ class Excuses:
         self._all = outages
 
     def mark(self) -> tuple[int, ...]:
-        """Returns a mark to be kept from when a request is sent, for `hold`."""
-        return tuple(one.mark() for one in self._all)
+        """Returns a mark to be kept from when a request is sent, for `hold`. Of what has an outage then, it is an older
+        one, so that the outage counts also when it is over."""
+        return tuple(one.mark() - one.is_down for one in self._all)
 
     def hold(self, mark: tuple[int, ...]) -> bool:
         """Tells whether there is an excuse for what became of a request that was sent at `mark`."""

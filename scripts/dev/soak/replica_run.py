@@ -101,8 +101,8 @@ async def soak_replicas(
         async with AsyncExitStack() as stack:
             for one in crowds:
                 await stack.enter_async_context(beside(one.run()))
-            async with beside(findings.witness.run(), pace.run(), watch_lag(findings)):
-                await _run_phases(findings, found, cluster, crowds, ill, console)
+            async with beside(findings.witness.run(), watch_lag(findings)):
+                await _run_phases(findings, found, cluster, crowds, ill, pace, console)
         found.left_behind = await cluster.end_fleet()
         found.alarms = _alarms(plan, logs)
 
@@ -113,12 +113,13 @@ async def _run_phases(
     cluster: ReplicaCluster,
     crowds: list[Clients],
     ill: Outages,
+    pace: Pace,
     console: Console,
 ) -> None:
     duration_s = findings.options.duration_s
     warm_up_s = min(duration_s * WARM_UP_SHARE, MAX_WARM_UP_S)
     console.print(f"warming up for {warm_up_s:.0f} s")
-    async with _admitted(crowds):
+    async with _admitted(crowds, pace):
         await asyncio.sleep(warm_up_s)
     console.print(f"storming for {duration_s - warm_up_s:.0f} s")
     seed = findings.options.seed
@@ -126,7 +127,7 @@ async def _run_phases(
     found.faults = faults = ReplicaFaults(cluster, seed)
     for one in crowds:
         one.is_unruly = True
-    async with _admitted(crowds):
+    async with _admitted(crowds, pace):
         async with beside(findings.faults.run(), faults.run(), faults.watch_leader(), _note_crashes(cluster)):
             await asyncio.sleep(duration_s - warm_up_s)
         for one in crowds:
@@ -147,12 +148,14 @@ async def _run_phases(
 
 
 @asynccontextmanager
-async def _admitted(crowds: list[Clients]) -> AsyncIterator[None]:
-    """Lets all clients ask while the block lasts; at its end waits until each has its answer."""
-    for one in crowds:
-        one.admit()
-    yield
-    await asyncio.gather(*(one.send_home() for one in crowds))
+async def _admitted(crowds: list[Clients], pace: Pace) -> AsyncIterator[None]:
+    """Lets all clients ask while the block lasts, and watches the engines' pace; at its end waits until each client has
+    its answer."""
+    async with beside(pace.run()):
+        for one in crowds:
+            one.admit()
+        yield
+        await asyncio.gather(*(one.send_home() for one in crowds))
 
 
 async def _note_crashes(cluster: ReplicaCluster) -> None:

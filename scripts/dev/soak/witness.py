@@ -90,7 +90,8 @@ class Witness:
 class Pace:
     """Pace asks every decoder for an answer as long as they get, again and again, past the proxy.
 
-    Where clients ask for more than the machine can do, requests run out of their time, and no proxy could help it.
+    Where clients ask for more than the machine can do, requests run out of their time, which alone is no fault of the
+    proxy.
 
     Mutable state: `outages`, the times in which a decoder was too slow, one for each decoder.
     """
@@ -114,8 +115,10 @@ class Pace:
             except TimeoutError:
                 if not outage.is_down:
                     outage.begin()
+            except httpx.HTTPStatusError:
+                pass  # it is busy
             except httpx.HTTPError:
-                pass  # killed, which is an outage of its own
+                outage.end()  # killed, which is an outage of its own
             else:
                 outage.end()
             await asyncio.sleep(LOOK_INTERVAL_S)
