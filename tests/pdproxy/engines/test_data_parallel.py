@@ -182,6 +182,7 @@ async def test_a_restart_is_noticed_by_what_was_counted(monkeypatch: pytest.Monk
         assert len(set(epochs)) == 2
         prefiller.restart()
         assert (await look(house, "prefill-0")).epoch not in epochs
+        await house.is_ready()  # until then its canary may hold a page
 
 
 async def test_each_rank_notices_a_restart_and_had_none_before() -> None:
