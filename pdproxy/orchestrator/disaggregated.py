@@ -48,8 +48,8 @@ class PrefillerWatchdog(Deadline):
     raised, and nobody blames the decoder.
 
     A whole answer has no first event by which to see that its KV has come: its prefiller is judged twice, before the
-    look and when that has had its time. A stream is guarded until its first event: its prefiller must not be found ill
-    twice in a row, with time for a look in between, nor be another process.
+    look and when that has had its time. A stream is guarded until its first event: its prefiller must not be found
+    not well twice in a row, with time for a look in between, nor be another process.
 
     Mutable state: whether it is being looked at; whether it was well when it was judged last.
     """

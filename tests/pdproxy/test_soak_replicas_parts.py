@@ -262,8 +262,6 @@ def test_an_error_without_an_excuse(status: int, retry_after: str | None, took_s
 
 
 ILL, SLOW = 0, 1
-
-
 TOO_LONG = f"the request took longer than {REQUEST_TIMEOUT_S:g} s"
 
 
@@ -386,6 +384,16 @@ def test_what_spoils_a_report_of_replicas(name: str) -> None:
     report = make_report(replicas_found(**{name: ["this is wrong"]}), is_complete=True)
     assert not is_clean(report)
     assert problems(report) == ["this is wrong"]
+
+
+@pytest.mark.parametrize(("num_too_slow", "clean"), [(5, True), (6, False)])
+def test_a_twentieth_of_all_requests_may_run_out_of_time_at_slow_engines(num_too_slow: int, clean: bool) -> None:
+    findings = replicas_found()
+    findings.counters.verdicts[Verdict.TYPED_ERROR] = 100
+    findings.counters.num_too_slow = num_too_slow
+    report = make_report(findings, is_complete=True)
+    assert report["too_slow_percent"] == num_too_slow
+    assert is_clean(report) is clean
 
 
 PAGE = {"replica": {"name": "here-1", "term": 7, "leads": True, "fronts": [{"pid": 10, "connected": True}]}}

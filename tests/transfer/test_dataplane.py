@@ -424,6 +424,7 @@ async def test_opened_in_a_finalizer(pair: Pair) -> None:
     for push in pushes:
         push.abort("of no use")
         await done(push.ended)
+    assert len(pushes) == 5
 
 
 # ── a process of its own ────────────────────────────────────────────────────────────────────────────────────────────

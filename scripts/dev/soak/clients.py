@@ -202,9 +202,8 @@ class Clients:
         if is_refused and self._is_strict and not self._excuses.hold(excuse):
             if ran_out_of_time(reply, took_s) and self._slow.hold(slow):
                 self._counters.num_too_slow += 1
-                return verdict, why, reply.path
-            wrong = what_is_wrong_with_an_error(reply, took_s, limit_s=self._refusal_limit_s)
-            verdict, why = (Verdict.WRONG, wrong) if wrong else (verdict, why)
+            elif wrong := what_is_wrong_with_an_error(reply, took_s, limit_s=self._refusal_limit_s):
+                verdict, why = Verdict.WRONG, wrong
         return verdict, why, reply.path
 
     def _how_it_hung(self, reply: Reply, mark: int) -> str:

@@ -348,7 +348,6 @@ async def test_stream_that_has_begun_needs_its_prefiller_no_more() -> None:
         answer = await call.answer()
         assert (answer.status, answer.text()) == (200, TEXT)
         assert answer.headers["x-pdproxy-path"] == "disaggregated"
-        house.proxy.pool.instances[0].look_soon()
 
 
 # ── what an early end leaves ────────────────────────────────────────────────────────────────────────────────────────
