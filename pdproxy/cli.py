@@ -18,6 +18,7 @@ from pdproxy import CHOICE, __version__
 from pdproxy.config.options import Json, argument, option
 from transfer.command_line.commands import Command, Group, SettingsCommand, Untouched, one_line_errors
 from transfer.errors import TransferError
+from transfer.geometry.config import leave_torch_out
 
 VERSION = "Show the version, and whether it is compiled, and if not, why"
 DECODER, BY_HAND = "The decoder and its model", "By hand, instead of what the model's configuration says"
@@ -67,7 +68,6 @@ def serve(context: typer.Context) -> None:
     An option is a flag, an environment variable (--max-queue is PDPROXY_MAX_QUEUE), or a key of the --config file
     (max_queue). A flag beats the environment, the environment beats the file, and the file beats the default.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from pdproxy.config import settings as config
     from pdproxy.errors import ConfigError
 
@@ -121,7 +121,6 @@ def check(
     small request each. The exit status is 0 where nothing is wrong, 1 where something is, and 2 where that could not
     be found out.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from pdproxy.errors import ConfigError
     from pdproxy.inspection import check_command
     from pdproxy.inspection.running_proxy import AskFailed
@@ -173,7 +172,6 @@ def _run(context: typer.Context) -> None:
     name = context.command.name or ""
     if name != "simulate":  # until the others take over there is nothing to stop, and a Ctrl-C needs no traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import_module(ELSEWHERE[name][0]).app(context.args, prog_name=f"pdproxy {name}")
 
 
@@ -201,8 +199,6 @@ def pages(
 
     The longest prompt that fits is told as well. All numbers are for one rank.
     """
-    # Said once by transformers where there is no torch, which is as it should be here.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from rich.console import Console
 
     from pdproxy.fleet.capacity import CapacityReport
@@ -253,4 +249,5 @@ def keys(
 
 def main() -> None:
     """Runs the command line; it is the entry point of the `pdproxy` script."""
+    leave_torch_out()
     app()

@@ -1,4 +1,5 @@
-"""The proxy alone needs neither torch nor NIXL: it starts, explains itself and serves where they are not installed."""
+"""The proxy alone needs neither torch nor NIXL: it starts, explains itself and serves where they are not installed, and
+where torch is installed, none of its processes loads it."""
 
 from __future__ import annotations
 
@@ -88,6 +89,29 @@ def test_serve(environment: dict[str, str], tiny_model: Callable[..., Path], tmp
         assert reply.json()["error"]["code"] == "no_ready_instance"
         proxy.terminate()
         assert proxy.wait(timeout=20) == 0, (tmp_path / "proxy.log").read_text()
+    finally:
+        proxy.kill()
+        proxy.wait()
+
+
+def test_torch_that_is_there_is_not_loaded(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    port, notify, no_prefiller, no_decoder = free_ports(4)
+    command = [*(sys.executable, "-m", "pdproxy", "serve", "--port", str(port), "--proxy-port", str(notify))]
+    command += ["--workers", "2", "--drain-grace-s", "0", "--model", str(tiny_model()), "--pd-buffer-size", "1MiB"]
+    command += ["--prefill", f"http://127.0.0.1:{no_prefiller}", "--decode", f"http://127.0.0.1:{no_decoder}"]
+    with (tmp_path / "proxy.log").open("wb") as log:
+        proxy = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        assert post_when_up(proxy, f"http://127.0.0.1:{port}/v1/completions", {"model": "x", "prompt": "hello"})
+        fronts = Path(f"/proc/{proxy.pid}/task/{proxy.pid}/children").read_text().split()
+        assert len(fronts) == 2
+        for process in (proxy.pid, *fronts):
+            loaded = Path(f"/proc/{process}/maps").read_text()
+            assert "pydantic_core" in loaded
+            assert "libtorch" not in loaded
+        proxy.terminate()
+        assert proxy.wait(timeout=20) == 0, (tmp_path / "proxy.log").read_text()
+        assert "PyTorch" not in (tmp_path / "proxy.log").read_text()
     finally:
         proxy.kill()
         proxy.wait()

@@ -62,6 +62,7 @@ from pdproxy.telemetry.metrics import Metrics
 from pdproxy.telemetry.observer import Observers, Recent
 from pdproxy.telemetry.trace import make_tracing
 from pdproxy.tokens.prompt_sizer import make_sizer
+from transfer.geometry import leave_torch_out
 from transfer.memory_budget import MemoryBudget
 from transfer.wire import decode_signal
 
@@ -369,7 +370,6 @@ def _read_welcome(channel: socket.socket) -> messages.Welcome:
 def main(arguments: list[str]) -> int:
     """Runs a front in this process, and returns its exit status. `arguments` are descriptors: of the connection to the
     leader, and of the sockets to take clients from."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     with suppress(OSError):
         os.setpgid(0, 0)  # a Ctrl-C in the terminal is for the leader, which tells its fronts
     channel, *listeners = (socket.socket(fileno=int(one)) for one in arguments)
@@ -391,4 +391,5 @@ def main(arguments: list[str]) -> int:
 
 def run_as_program() -> None:
     """Runs a front with the arguments of the command line."""
+    leave_torch_out()
     sys.exit(main(sys.argv[1:]))
