@@ -184,6 +184,10 @@ class ReceivingEnd(End):
     async def num_quarantined(self) -> int:
         return self.pages.num_quarantined
 
+    async def quarantined(self, count: int) -> None:
+        """Wait until so many pages are kept from everybody, because a write may still come."""
+        await until(lambda: self.pages.num_quarantined == count)
+
     async def queued(self, count: int) -> None:
         """Wait until so many attempts wait for pages."""
         await until(lambda: self.pages.num_queued == count)

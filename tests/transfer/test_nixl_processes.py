@@ -287,7 +287,7 @@ def test_the_receiver_is_frozen(new_ends: Callable[..., Ends]) -> None:
     sender.freeze()
     ends.receiver.thaw()
     ends.receiver.ask("queued", 1)
-    assert ends.receiver.ask("num_quarantined") == 8
+    ends.receiver.ask("quarantined", 8)  # whichever it deals with first, the heir's wish or the end of "a"
     sender.thaw()
     sender.answer(ended, 2 * WRITER_TIMEOUT_S)
     heir.answer(waiting)
