@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
+_SIZE_LINES: Final = [b"%x\r\n" % size for size in range(2049)]
+"""The first lines of chunks of usual sizes, by size. An event is hardly ever larger."""
 
 
 class ServerConnection(Protocol):
@@ -299,7 +301,9 @@ class Exchange:
         if not piece:
             return
         if self._is_chunked:
-            piece = b"".join((b"%x\r\n" % len(piece), piece, b"\r\n"))  # to format a large one copies it twice
+            size = len(piece)
+            line = _SIZE_LINES[size] if size < len(_SIZE_LINES) else b"%x\r\n" % size
+            piece = b"".join((line, piece, b"\r\n"))  # to format a large one copies it twice
         elif self._num_missing is not None:
             self._num_missing -= len(piece)
             if self._num_missing < 0:

@@ -87,12 +87,14 @@ async def test_a_stream_of_nothing(door: FrontDoor) -> None:
 
 
 async def test_the_outlet_writes_chunks(door: FrontDoor) -> None:
+    large = (2048, 2049, 100_000)
+
     async def play(request: GenerationRequest, client: Client) -> None:
         assert client.outlet is None
         await client.start(200, [])
         assert client.outlet is not None
-        for piece in (b"x" * 26, b"", b"y"):
-            client.outlet.write(piece)
+        for size in (26, 0, 1, *large):
+            client.outlet.write(b"x" * size)
         await client.end()
 
     door.play = play
@@ -100,7 +102,8 @@ async def test_the_outlet_writes_chunks(door: FrontDoor) -> None:
     connection.data_received(post())
     await turn()
     assert wire.written[0].endswith(b"\r\n\r\n1a\r\n" + b"x" * 26 + b"\r\n")
-    assert wire.written[1:] == [b"1\r\ny\r\n", b"0\r\n\r\n"]
+    chunks = [f"{size:x}\r\n{'x' * size}\r\n".encode() for size in (1, *large)]
+    assert wire.written[1:] == [*chunks, b"0\r\n\r\n"]
 
 
 async def test_a_length_told_ahead(door: FrontDoor) -> None:
