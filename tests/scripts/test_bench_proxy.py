@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import random
 import re
 import signal
@@ -57,7 +58,17 @@ from scripts.dev.bench_proxy.samples import (
     percentile,
     ratio_of,
 )
-from scripts.dev.bench_proxy.targets import DIRECT, FLOOR, INTERPRETED, OURS, Place, choose, floor_of, pdproxy_line
+from scripts.dev.bench_proxy.targets import (
+    DIRECT,
+    FLOOR,
+    INTERPRETED,
+    OTHER_PYTHON,
+    OURS,
+    Place,
+    choose,
+    floor_of,
+    pdproxy_line,
+)
 from scripts.dev.bench_proxy.words import goal_lines, make_lines, make_table, warnings
 from scripts.dev.common.errors import BenchError
 from scripts.dev.common.machine import cpu_model
@@ -1117,6 +1128,18 @@ class TestCommand:
         assert "there is no pdproxy in" in output
 
     @pytest.mark.parametrize(
+        ("version", "why"), [("", "cannot be run"), ("3 99 3.99.1", "is Python 3.99.1, and the libraries here are for")]
+    )
+    def test_another_python_has_to_fit(self, version: str, why: str, tmp_path: Path) -> None:
+        python = tmp_path / "python"
+        if version:
+            python.write_text(f"#!/bin/sh\necho {version}\n")
+            python.chmod(0o755)
+        status, output = self.run("--peers", f"python={python}")
+        assert status == 2
+        assert why in " ".join(output.split())
+
+    @pytest.mark.parametrize(
         ("words", "is_compiled", "has_interpreted"),
         [((), True, False), (("--peers", "interpreted"), True, True), (("--no-compile",), False, False)],
     )
@@ -1203,14 +1226,19 @@ def children_of(pid: int) -> set[int]:
 
 
 def test_a_quick_run(tmp_path: Path) -> None:
-    with started("--json", str(tmp_path / "report.json")) as process:
+    """It measures pdproxy by another Python as well, which has none of the libraries."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    with started("--json", str(tmp_path / "report.json"), "--peers", f"python={python}") as process:
         output, errors = process.communicate(timeout=50)
     assert process.returncode == 0, errors
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["is_complete"]
     assert report["machine"]["compiled"] is False
+    assert report["machine"]["packages"][OTHER_PYTHON] == platform.python_version()
     assert [(row["scenario"], row["target"]) for row in report["rows"]] == [
-        (scenario.name, target) for scenario in QUICK for target in (DIRECT, OURS, FLOOR)
+        (scenario.name, target) for scenario in QUICK for target in (DIRECT, OURS, OTHER_PYTHON, FLOOR)
     ]
     for row in report["rows"]:
         assert (row["errors"], row["is_disqualified"]) == (0, False)

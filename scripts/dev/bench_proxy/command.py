@@ -21,14 +21,14 @@ from scripts.dev.bench_proxy.cliffs import SMALL as FEW
 from scripts.dev.bench_proxy.cliffs import measure_cliffs, pick_axes
 from scripts.dev.bench_proxy.failover import LARGE, SMALL, Size, measure_failover
 from scripts.dev.bench_proxy.failover import make_table as make_failover_table
-from scripts.dev.bench_proxy.machine import describe
+from scripts.dev.bench_proxy.machine import describe, version_of_python
 from scripts.dev.bench_proxy.markdown import fill
 from scripts.dev.bench_proxy.native import why_not_compiled
 from scripts.dev.bench_proxy.plan import FULL, LONG, QUICK, Scenario, pick
 from scripts.dev.bench_proxy.plot import plot
 from scripts.dev.bench_proxy.report import Findings, make_report, merge
 from scripts.dev.bench_proxy.run import measure
-from scripts.dev.bench_proxy.targets import OURS, Peer, choose
+from scripts.dev.bench_proxy.targets import OTHER_PYTHON, OURS, Peer, choose
 from scripts.dev.bench_proxy.words import goal_lines, make_lines, make_table, warnings
 from scripts.dev.common.outcome import NO_MATPLOTLIB, can_plot, exit_status, show
 from transfer.command_line.commands import Command
@@ -39,10 +39,12 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 ROUNDS, QUICK_ROUNDS, FAILOVER_ROUNDS = 5, 1, 3
 INTERPRETED_WORD = "interpreted"
 EARLIER_WORD = "earlier="
+PYTHON_WORD = "python="
 MEASURED = "What is measured"
 PEERS = (
     "Others to measure, each as NAME or NAME=COMMAND: vllm-router,sglang-router,smg; interpreted: pdproxy once more, "
-    "not compiled; earlier=FOLDER: another checkout of pdproxy"
+    "not compiled; earlier=FOLDER: another checkout of pdproxy; python=COMMAND: pdproxy once more, by another "
+    "Python of the same version"
 )
 CLIFFS = (
     "Instead: what a request costs as the fleet, the line, the models, the streams, the headers and the body grow; "
@@ -155,19 +157,24 @@ def _measure(
     for checkout in earlier:
         if not (checkout / "pdproxy").is_dir():
             raise ValueError(f"there is no pdproxy in {checkout}")
-    peers, missing = choose([word for word in words if word != INTERPRETED_WORD and not word.startswith(EARLIER_WORD)])
+    python = next((word.removeprefix(PYTHON_WORD) for word in reversed(words) if word.startswith(PYTHON_WORD)), None)
+    other_versions = {} if python is None else {OTHER_PYTHON: version_of_python(python)}
+    peers, missing = choose(
+        [word for word in words if word != INTERPRETED_WORD and not word.startswith((EARLIER_WORD, PYTHON_WORD))]
+    )
     if is_compiled and (why := why_not_compiled()) is not None:
         is_compiled = False
         missing.append(f"compiling pdproxy: {why}")
     show(console, [f"skipping {why}" for why in missing], style="bold yellow")
     findings = Findings(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=describe(peers, is_compiled=is_compiled),
+        machine=describe(peers, other_versions, is_compiled=is_compiled),
         rounds=rounds or (QUICK_ROUNDS if is_quick else ROUNDS),
         has_ids=has_ids,
         missing=missing,
         has_interpreted=INTERPRETED_WORD in words,
         earlier=earlier[-1] if earlier else None,
+        python=python,
         num_workers=num_workers,
     )
     raise_limit()
@@ -213,6 +220,7 @@ def _run(
         is_compiled=findings.machine["compiled"],
         has_interpreted=findings.has_interpreted,
         earlier=findings.earlier,
+        python=findings.python,
         num_workers=findings.num_workers,
         logs=log_dir or work / "logs",
         work=work,

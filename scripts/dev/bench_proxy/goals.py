@@ -12,9 +12,11 @@ from typing import Any
 
 from scripts.dev.bench_proxy.plan import BESIDE, CALM, SOAK
 from scripts.dev.bench_proxy.samples import ADDED
-from scripts.dev.bench_proxy.targets import EARLIER, INTERPRETED, OURS, WORKERS
+from scripts.dev.bench_proxy.targets import EARLIER, INTERPRETED, OTHER_PYTHON, OURS, WORKERS
 
 BEST_KNOWN = "vllm-router"
+_NO_PEERS = (INTERPRETED, EARLIER, OTHER_PYTHON, WORKERS)
+"""The targets that are pdproxy once more."""
 EQUAL = 1.05
 """The ratio up to which latencies count as equal: no run can tell apart those that differ by less than a twentieth."""
 DELAY_MS = 5.0
@@ -132,7 +134,7 @@ def _worst(rows: Sequence[Row], figure: str, peers: Sequence[str], what: str, mo
         (ratios[figure], row, peer)
         for row in rows
         for peer, ratios in row["ratios"].items()
-        if ratios[figure] is not None and peer not in (INTERPRETED, EARLIER, WORKERS) and (not peers or peer in peers)
+        if ratios[figure] is not None and peer not in _NO_PEERS and (not peers or peer in peers)
     ]
     if found:
         ratio, row, peer = max(found, key=lambda each: each[0])

@@ -30,6 +30,8 @@ class Findings:
     """True where pdproxy is measured a second time, not compiled."""
     earlier: Path | None = None
     """Holds another checkout of pdproxy, which is measured, too."""
+    python: str | None = None
+    """Holds the command of another Python, by which pdproxy is measured, too."""
     num_workers: int = 1
     """The processes with which pdproxy is measured a second time, where they are several."""
 

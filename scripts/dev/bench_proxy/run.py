@@ -14,7 +14,7 @@ from scripts.dev.bench_proxy.native import build, copies, copy_of
 from scripts.dev.bench_proxy.plan import BESIDE_TOKENS, Scenario
 from scripts.dev.bench_proxy.samples import Round, is_disturbed, least_disturbed
 from scripts.dev.bench_proxy.stage import Stage
-from scripts.dev.bench_proxy.targets import DIRECT, EARLIER, INTERPRETED, OURS, WORKERS, Peer, floor_of
+from scripts.dev.bench_proxy.targets import DIRECT, EARLIER, INTERPRETED, OTHER_PYTHON, OURS, WORKERS, Peer, floor_of
 from scripts.dev.bench_proxy.texts import Texts, make_texts
 from scripts.dev.common.errors import BenchError
 
@@ -49,6 +49,7 @@ async def measure(
     is_compiled: bool,
     has_interpreted: bool,
     earlier: Path | None,
+    python: str | None,
     num_workers: int,
     logs: Path,
     work: Path,
@@ -62,6 +63,8 @@ async def measure(
     if earlier is not None:
         tell(f"pdproxy of {earlier} is {'compiled' if is_compiled else 'copied'}")
         packages = {**packages, EARLIER: copy_of(earlier, work, is_compiled=is_compiled)}
+    if python is not None:
+        packages = {**packages, OTHER_PYTHON: packages[OURS]}
     if num_workers > 1:
         packages = {**packages, WORKERS: packages[OURS]}
     cores = Cores.here()
@@ -75,7 +78,9 @@ async def measure(
         tell(f"{scenario.name}: {scenario.what}")
         with on(cores.helpers), FileLog(logs / scenario.name, ()) as log:
             async with Supervisor(log, grace_s=GRACE_S) as supervisor:
-                stage = Stage(supervisor, scenario, cores, programs, ours, texts, num_workers=num_workers)
+                stage = Stage(
+                    supervisor, scenario, cores, programs, ours, texts, num_workers=num_workers, python=python
+                )
                 await stage.set(others, has_ids=has_ids)
                 for target, why in stage.failures.items():
                     _drop(measured, target, why, tell)

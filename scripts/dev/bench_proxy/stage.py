@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
+import sys
+import sysconfig
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from scripts.dev.bench_proxy.cores import Cores, on
 from scripts.dev.bench_proxy.load import Clients, Reach, Told, clients_of
 from scripts.dev.bench_proxy.plan import Scenario
 from scripts.dev.bench_proxy.samples import Sample, make_sample
-from scripts.dev.bench_proxy.targets import DIRECT, WORKERS, Peer, Place, pdproxy_line
+from scripts.dev.bench_proxy.targets import DIRECT, OTHER_PYTHON, WORKERS, Peer, Place, pdproxy_line
 from scripts.dev.bench_proxy.texts import Texts
 from scripts.dev.common.errors import BenchError
 
@@ -87,10 +90,12 @@ class Stage(ProcessGroup):
         texts: Texts | None = None,
         *,
         num_workers: int = 1,
+        python: str | None = None,
     ) -> None:
         """Makes a stage. `packages` are folders with a pdproxy in them, by the target that each is. `texts` are there
         for a scenario that counts tokens, or has prompts beside. `num_workers` is the number of processes of
-        `WORKERS`."""
+        `WORKERS`, and `python` is the command that runs `OTHER_PYTHON`, with the libraries of the Python that runs
+        this."""
         super().__init__(supervisor)
         self.scenario = scenario
         self.failures: dict[str, str] = {}
@@ -99,6 +104,7 @@ class Stage(ProcessGroup):
         self._packages = packages
         self._texts = texts
         self._num_workers = num_workers
+        self._python = python
         self._places: dict[str, Place] = {}
 
     async def set(self, peers: Sequence[Peer], *, has_ids: bool) -> None:
@@ -112,7 +118,11 @@ class Stage(ProcessGroup):
         model = self._texts.model if self._texts and self.scenario.is_counted else None
         lines = {
             name: pdproxy_line(
-                self._places[name], self.scenario, model, num_workers=self._num_workers if name == WORKERS else 1
+                self._places[name],
+                self.scenario,
+                model,
+                num_workers=self._num_workers if name == WORKERS else 1,
+                python=self._python if name == OTHER_PYTHON and self._python else sys.executable,
             )
             for name in self._packages
         }
@@ -246,7 +256,10 @@ class Stage(ProcessGroup):
 
     def _start(self, name: str, command: tuple[str, ...], *, ready_url: str | None = None) -> None:
         package = self._packages.get(name)
-        env = {} if package is None else {"PYTHONPATH": str(package)}
+        path = [] if package is None else [str(package)]
+        if name == OTHER_PYTHON:
+            path += {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        env = {"PYTHONPATH": os.pathsep.join(path)} if path else {}
         self.spawn(Program(name=name, command=command, env=env, ready_url=ready_url))
 
     def _engine_options(self, place: Place, *, has_ids: bool, is_sglang: bool) -> list[str]:

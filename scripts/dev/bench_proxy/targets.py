@@ -20,6 +20,8 @@ FLOOR = "floor"
 """The name of the target that makes only the system calls that no proxy can do without."""
 EARLIER = "pdproxy-earlier"
 """The name of the target that is another checkout of pdproxy."""
+OTHER_PYTHON = "pdproxy-python"
+"""The name of the target that is pdproxy run by another Python."""
 WORKERS = "pdproxy-workers"
 """The name of the target that is pdproxy with several processes."""
 QUEUE_TIMEOUT_S = 600
@@ -65,7 +67,12 @@ class Peer:
 
 
 def pdproxy_line(
-    place: Place, scenario: Scenario, model: Path | None = None, *, num_workers: int = 1
+    place: Place,
+    scenario: Scenario,
+    model: Path | None = None,
+    *,
+    num_workers: int = 1,
+    python: str = sys.executable,
 ) -> tuple[str, ...]:
     """Returns pdproxy's command line. With a `model`'s folder it counts tokens with the tokenizer in there."""
     slots = scenario.slots
@@ -77,7 +84,7 @@ def pdproxy_line(
     counting = () if model is None else ("--model", str(model))
     more = (*scenario.options, *(() if num_workers == 1 else ("--workers", str(num_workers))))
     # -P: not the pdproxy of the working directory, but of PYTHONPATH.
-    return (sys.executable, "-P", "-m", "pdproxy", "serve", *fleet, *serving, *waiting, *patience, *counting, *more)
+    return (python, "-P", "-m", "pdproxy", "serve", *fleet, *serving, *waiting, *patience, *counting, *more)
 
 
 def _vllm_router(command: str, place: Place, scenario: Scenario) -> tuple[str, ...]:
