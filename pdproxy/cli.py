@@ -18,6 +18,7 @@ from pdproxy import CHOICE, __version__
 from pdproxy.config.options import Json, argument, option
 from transfer.command_line.commands import Command, Group, SettingsCommand, Untouched, one_line_errors
 from transfer.errors import TransferError
+from transfer.without_torch import leave_torch_out
 
 VERSION = "Show the version, and whether it is compiled, and if not, why"
 DECODER, BY_HAND = "The decoder and its model", "By hand, instead of what the model's configuration says"
@@ -248,7 +249,5 @@ def keys(
 
 def main() -> None:
     """Runs the command line; it is the entry point of the `pdproxy` script."""
-    from transfer.geometry import leave_torch_out
-
     leave_torch_out()
     app()

@@ -95,9 +95,11 @@ def test_serve(environment: dict[str, str], tiny_model: Callable[..., Path], tmp
 
 
 def test_torch_that_is_there_is_not_loaded(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    port, notify, no_prefiller, no_decoder = free_ports(4)
+    port, notify, no_prefiller, no_decoder, *kv = free_ports(6)
     command = [*(sys.executable, "-m", "pdproxy", "serve", "--port", str(port), "--proxy-port", str(notify))]
     command += ["--workers", "2", "--drain-grace-s", "0", "--model", str(tiny_model()), "--pd-buffer-size", "1MiB"]
+    # The kind of engine of which fronts read the model as well.
+    command += ["--engine", "lmcache", "--decoder-init-port", str(kv[0]), "--decoder-alloc-port", str(kv[1])]
     command += ["--prefill", f"http://127.0.0.1:{no_prefiller}", "--decode", f"http://127.0.0.1:{no_decoder}"]
     with (tmp_path / "proxy.log").open("wb") as log:
         proxy = subprocess.Popen(command, stdout=log, stderr=log)

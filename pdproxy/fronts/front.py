@@ -62,9 +62,9 @@ from pdproxy.telemetry.metrics import Metrics
 from pdproxy.telemetry.observer import Observers, Recent
 from pdproxy.telemetry.trace import make_tracing
 from pdproxy.tokens.prompt_sizer import make_sizer
-from transfer.geometry import leave_torch_out
 from transfer.memory_budget import MemoryBudget
 from transfer.wire import decode_signal
+from transfer.without_torch import leave_torch_out
 
 log = logging.getLogger(__name__)
 

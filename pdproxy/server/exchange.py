@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
 _SIZE_LINES: Final = [b"%x\r\n" % size for size in range(2049)]
-"""The first lines of chunks of usual sizes, by size. An event is hardly ever larger."""
+"""The first lines of chunks, by size, for sizes up to 2,048 bytes. Nearly every event is smaller."""
 
 
 class ServerConnection(Protocol):

@@ -1128,7 +1128,8 @@ class TestCommand:
         assert "there is no pdproxy in" in output
 
     @pytest.mark.parametrize(
-        ("version", "why"), [("", "cannot be run"), ("3 99 3.99.1", "is Python 3.99.1, and the libraries here are for")]
+        ("version", "why"),
+        [("", "cannot be run"), ("no Python at all", "cannot be run"), (".cpython-399.so 3.99.1", "is Python 3.99.1,")],
     )
     def test_another_python_has_to_fit(self, version: str, why: str, tmp_path: Path) -> None:
         python = tmp_path / "python"
@@ -1228,7 +1229,7 @@ def children_of(pid: int) -> set[int]:
 def test_a_quick_run(tmp_path: Path) -> None:
     """It measures pdproxy by another Python as well, which has none of the libraries."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.write_text(f'#!/bin/sh\necho "$4" >>{tmp_path}/ran\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
     with started("--json", str(tmp_path / "report.json"), "--peers", f"python={python}") as process:
         output, errors = process.communicate(timeout=50)
@@ -1237,6 +1238,7 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert report["is_complete"]
     assert report["machine"]["compiled"] is False
     assert report["machine"]["packages"][OTHER_PYTHON] == platform.python_version()
+    assert (tmp_path / "ran").read_text().split().count("serve") == len(QUICK)
     assert [(row["scenario"], row["target"]) for row in report["rows"]] == [
         (scenario.name, target) for scenario in QUICK for target in (DIRECT, OURS, OTHER_PYTHON, FLOOR)
     ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from transfer.errors import GeometryError
 from transfer.geometry.capacity import PdCapacity, capacity, parse_size
-from transfer.geometry.config import leave_torch_out, load_config, resolve_config, unknown_type
+from transfer.geometry.config import load_config, resolve_config, unknown_type
 from transfer.geometry.derive import kv_geometry, layer_groups
 from transfer.geometry.groups import KINDS, KvGeometry, LayerGroup
 from transfer.geometry.paging import (
@@ -43,7 +43,6 @@ __all__ = [
     "group_page_bytes",
     "kv_geometry",
     "layer_groups",
-    "leave_torch_out",
     "load_config",
     "max_prompt_tokens",
     "most_pages",

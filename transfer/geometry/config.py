@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,16 +18,6 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 _MAX_HEADER_BYTES = 100 * 10**6
 """The longest header that safetensors itself reads."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
-
-
-def leave_torch_out() -> None:
-    """Says to this process, before it loads anything, that there is no torch: it reads configs, and computes nothing.
-
-    Where transformers finds torch, it loads all of it to read a config: seconds, and 250 MB that stay. Afterwards
-    ``import torch`` raises `ImportError`. Does nothing where torch has been loaded.
-    """
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # the import system's own word for "not there"
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would be told that there is no torch
 
 
 def load_config(path: str | Path) -> object:

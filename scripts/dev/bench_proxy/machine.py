@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from scripts.dev.common.machine import facts, version_of
 
 PACKAGES = ("uvicorn", "uvloop", "httptools", "msgspec")
 _ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+_ASK_PYTHON = (
+    "import importlib.machinery, platform; print(importlib.machinery.EXTENSION_SUFFIXES[0], platform.python_version())"
+)
+START_S = 30.0
+"""The most seconds that another Python takes to say what it is."""
 
 
 def describe(
@@ -46,12 +52,11 @@ def version_of_peer(peer: Peer) -> str | None:
 def version_of_python(command: str) -> str:
     """Returns the version of another Python. Raises `ValueError` where it cannot be run, or could not load what was
     made for the Python that runs this."""
-    ask = "import platform, sys; print(*sys.version_info[:2], platform.python_version())"
     try:
-        told = subprocess.run([command, "-I", "-c", ask], capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(f"{command} cannot be run: {error}") from None
-    if tuple(map(int, told[:2])) != sys.version_info[:2]:
-        ours = ".".join(map(str, sys.version_info[:2]))
-        raise ValueError(f"{command} is Python {told[2]}, and the libraries here are for {ours}")
-    return told[2]
+        asked = subprocess.run([command, "-I", "-c", _ASK_PYTHON], capture_output=True, text=True, timeout=START_S)
+        suffix, version = asked.stdout.split()
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        raise ValueError(f"{command} cannot be run as a Python") from None
+    if suffix != EXTENSION_SUFFIXES[0]:
+        raise ValueError(f"{command} is Python {version}, which cannot load the libraries of {sys.executable}")
+    return version

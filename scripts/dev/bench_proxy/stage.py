@@ -258,7 +258,7 @@ class Stage(ProcessGroup):
         package = self._packages.get(name)
         path = [] if package is None else [str(package)]
         if name == OTHER_PYTHON:
-            path += {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+            path += dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
         env = {"PYTHONPATH": os.pathsep.join(path)} if path else {}
         self.spawn(Program(name=name, command=command, env=env, ready_url=ready_url))
 
