@@ -269,8 +269,9 @@ FOREIGN = {
     "--build-arg", "--stop-timeout",
     "--disable-log-stats", "--api-key", "--api-server-count", "--data-parallel-hybrid-lb", "--data-parallel-size-local",
     "--enable-lora", "--lora-modules", "--prompt", "--max-tokens", "--workers", "--deep",
+    "--enable-shared", "--enable-optimizations", "--with-lto",
 }  # fmt: skip
-"""Of SGLang, vLLM, uvicorn, and of examples/1p1d/run.sh and scripts/check_kernel."""
+"""Of SGLang, vLLM, uvicorn, Python's `configure`, and of examples/1p1d/run.sh and scripts/check_kernel."""
 INLINE = re.compile(r"`([^`\n]+)`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
