@@ -48,6 +48,7 @@ FLOORS = (
     "pdproxy.__main__",
     # the transfer
     "transfer.errors",
+    "transfer.without_torch",
     "transfer.logs",
     "transfer.command_line",
     "transfer.memory_budget",
@@ -78,6 +79,7 @@ DOOR = {
     "transfer.memory_budget",
     "transfer.trust",
     "transfer.wire",
+    "transfer.without_torch",
     "transfer",
 }
 """All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire, logs`."""
