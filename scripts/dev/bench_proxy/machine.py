@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from pdproxy.compiled.stamp import SUFFIX
 from scripts.dev.bench_proxy.cores import Cores
 from scripts.dev.bench_proxy.targets import Peer
 from scripts.dev.common.machine import facts, version_of
@@ -57,6 +57,6 @@ def version_of_python(command: str) -> str:
         suffix, version = asked.stdout.split()
     except (OSError, ValueError, subprocess.TimeoutExpired):
         raise ValueError(f"{command} cannot be run as a Python") from None
-    if suffix != EXTENSION_SUFFIXES[0]:
+    if suffix != SUFFIX:
         raise ValueError(f"{command} is Python {version}, which cannot load the libraries of {sys.executable}")
     return version
