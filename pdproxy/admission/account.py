@@ -377,7 +377,7 @@ class Account:
         """
         if capacity < 1:
             raise ValueError(f"a memory for KV has at least one page, not {capacity}")
-        before = (self.limit, self.is_sure)
+        before = (self.limit, self.capacity - self.foreign, self.is_sure)  # the second is for whoever is alone
         self.capacity, self.occupied = capacity, occupied
         becomes_sure = not self.is_sure and asked_at >= self._sure_at
         self.is_sure = self.is_sure or becomes_sure
@@ -401,7 +401,7 @@ class Account:
                 self._num_found = min(self._num_found, occupied) if now < self._found_until else 0
                 self.foreign = max(min(excess, last), self._num_found)
         self._set_limit()
-        return (self.limit, self.is_sure) != before
+        return (self.limit, self.capacity - self.foreign, self.is_sure) != before
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when the leases do not add up to the pages held, or more pages are held

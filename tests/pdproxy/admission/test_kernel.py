@@ -756,6 +756,15 @@ def test_what_takes_all_there_is_runs_alone_whatever_the_budget(fleet):
     house.take(6)
 
 
+def test_one_larger_than_the_budget_is_woken_when_somebody_elses_pages_are_gone(fleet):
+    house = fleet((8,), concurrent_pages=4)
+    house.hear(house.owners[0], 8, occupied=4, epoch="2")
+    waiting = house.wait(8)
+    for _ in range(2):  # the limit of what several hold together is 4 before and after
+        house.hear(house.owners[0], 8, occupied=0, epoch="2")
+    assert house.granted() == [waiting]
+
+
 def test_one_that_comes_before_the_head_has_been_passed_as_often_as_the_head(fleet):
     house = fleet((8,), max_overtakes=3)
     house.take(6)
