@@ -78,9 +78,9 @@ from pdproxy.server.routes import BODY_COPIES, GenerationRoute
 from pdproxy.telemetry.collectors import Sources
 from pdproxy.telemetry.figures import Elsewhere
 from pdproxy.telemetry.key_usage import KeyUsage
-from pdproxy.telemetry.log import request_logs
+from pdproxy.telemetry.log import RequestLog, leg_logs
 from pdproxy.telemetry.metrics import Metrics
-from pdproxy.telemetry.observer import Observer, Observers, Recent
+from pdproxy.telemetry.observer import LegObserver, Observer, Observers, Recent, RequestObserver
 from pdproxy.telemetry.trace import Tracing, make_tracing
 from pdproxy.tokens.prompt_sizer import PromptSizer, make_sizer
 from transfer.errors import GeometryError
@@ -220,7 +220,8 @@ def assemble(
     metrics, recent = Metrics(sources, usage=usage, elsewhere=elsewhere), Recent()
     lag = LoopLag(metrics.loop_lagged)
     tracing = make_tracing(settings.otlp_endpoint)
-    observer = Observers([*observers_of(keys, usage, settings), metrics, *request_logs(), recent, tracing])
+    of_requests = [*observers_of(keys, usage, settings), metrics, RequestLog(), recent, tracing]
+    observer = Observers([metrics, *leg_logs()], of_requests)
     counts = TokenCounts(pool, take_ids=TAKE_IDS)
     sizer = make_sizer(settings, counts)
     check = TokenizerCheck(counts, sizer.tokenizer, timeout_s=settings.probe_timeout_s)
@@ -373,7 +374,7 @@ def make_orchestrator(
     )
 
 
-def make_passing(settings: Settings, pool: Pool, retries: RetryBudget, observer: Observer) -> Passing:
+def make_passing(settings: Settings, pool: Pool, retries: RetryBudget, observer: LegObserver) -> Passing:
     """Returns what has one instance answer a body as it is."""
     limits = PassingLimits(
         answer_s=settings.prefill_timeout_s + settings.first_byte_timeout_s,
@@ -572,7 +573,7 @@ def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: To
 def generation_routes(
     settings: Settings,
     orchestrator: Orchestrator,
-    observer: Observer,
+    observer: RequestObserver,
     keys: ApiKeys,
     tracing: Tracing,
     memory: MemoryBudget,
@@ -604,7 +605,7 @@ def make_keys(settings: Settings, num_parts: int = 1) -> tuple[ApiKeys, KeyUsage
     return keys, KeyUsage(logs=settings.usage_log)
 
 
-def observers_of(keys: ApiKeys, usage: KeyUsage, settings: Settings) -> list[Observer]:
+def observers_of(keys: ApiKeys, usage: KeyUsage, settings: Settings) -> list[RequestObserver]:
     """Returns `usage` where anything can be charged or is to be logged: else it costs nothing."""
     return [usage] if keys.may_have_names or settings.usage_log else []
 

@@ -665,7 +665,7 @@ class Instance(Place):
         return self.breaker.started()
 
     def leg_finished(self, era: int, outcome: str) -> None:
-        """Notes the end of a leg; `outcome` is as in `Observer.leg_finished`. Some outcomes say nothing of the
+        """Notes the end of a leg; `outcome` is as in `LegObserver.leg_finished`. Some outcomes say nothing of the
         instance's health: backpressure, 4xx, what the proxy closed, what came of a leader that was replaced, and KV
         that did not reach a peer in doubt."""
         self.num_legs -= 1

@@ -57,7 +57,7 @@ from pdproxy.serve import Server
 from pdproxy.server.app import App, Status, build_app
 from pdproxy.telemetry.collectors import Sources
 from pdproxy.telemetry.figures import Figures
-from pdproxy.telemetry.log import configure, request_logs
+from pdproxy.telemetry.log import RequestLog, configure, leg_logs
 from pdproxy.telemetry.metrics import Metrics
 from pdproxy.telemetry.observer import Observers, Recent
 from pdproxy.telemetry.trace import make_tracing
@@ -173,7 +173,8 @@ def assemble_front(
     metrics, recent = Metrics(sources, usage=usage, is_front=True), Recent()
     lag = LoopLag(metrics.loop_lagged)
     tracing = make_tracing(settings.otlp_endpoint)
-    observer = Observers([*parts.observers_of(keys, usage, settings), metrics, *request_logs(), recent, tracing])
+    of_requests = [*parts.observers_of(keys, usage, settings), metrics, RequestLog(), recent, tracing]
+    observer = Observers([metrics, *leg_logs()], of_requests)
     counts = TokenCounts(pool, take_ids=TAKE_IDS)
     sizer = make_sizer(settings, counts)
     orchestrator = parts.make_orchestrator(

@@ -163,7 +163,7 @@ class Trial(_Message, tag=11):
 
 class LegFinished(_Message, tag=12):
     """A trial has ended; or a leg that `Load` told of, and was sent in the era `era`, has not ended well. Then `leg` is
-    0. `outcome` is as in `telemetry.record.Observer.leg_finished`."""
+    0. `outcome` is as in `telemetry.observer.LegObserver.leg_finished`."""
 
     place: int
     leg: int

@@ -50,7 +50,7 @@ from pdproxy.openai.sse import EventBuffer
 from pdproxy.orchestrator.context import ClientStalledError, RequestContext
 from pdproxy.orchestrator.leg import EngineSaidError, LegTimedOut
 from pdproxy.telemetry.attempt_record import AttemptRecord, Path, Phase
-from pdproxy.telemetry.observer import Observer
+from pdproxy.telemetry.observer import LegObserver
 
 LEG = "pass"
 """The name of such a call among the legs, in metrics and errors."""
@@ -103,7 +103,7 @@ class Passing:
     Mutable state: whose turn it is among equals.
     """
 
-    def __init__(self, pool: Pool, retries: RetryBudget, observer: Observer, limits: PassingLimits) -> None:
+    def __init__(self, pool: Pool, retries: RetryBudget, observer: LegObserver, limits: PassingLimits) -> None:
         self._pool = pool
         self._retries = retries
         self._observer = observer
@@ -332,7 +332,7 @@ class _PassedCall:
 
     __slots__ = ("_era", "_is_closed", "_is_in_doubt", "_leg", "_observer", "instance", "outcome")
 
-    def __init__(self, instance: Instance, observer: Observer) -> None:
+    def __init__(self, instance: Instance, observer: LegObserver) -> None:
         self.instance = instance
         self._observer = observer
         self._leg: Leg | None = None

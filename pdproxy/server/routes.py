@@ -25,7 +25,7 @@ from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.asgi import AsgiClient, ClientGoneError, read_body
 from pdproxy.server.headers import ClientHeaders
 from pdproxy.telemetry import request_id
-from pdproxy.telemetry.observer import Observer
+from pdproxy.telemetry.observer import RequestObserver
 from pdproxy.telemetry.record import Outcome, RequestRecord
 from pdproxy.telemetry.trace import Tracing
 from transfer.memory_budget import MemoryBudget, MemoryShare
@@ -56,7 +56,7 @@ class GenerationRoute:
         self,
         endpoint: str,
         orchestrator: Service,
-        observer: Observer,
+        observer: RequestObserver,
         *,
         max_body_bytes: int,
         body_timeout_s: float,

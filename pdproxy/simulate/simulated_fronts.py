@@ -122,7 +122,7 @@ class SimulatedFront:
             sizer=ByteSizer(),
             reaper=self.reaper,
             retries=make_retries(settings, clock),
-            observer=Observers(()),
+            observer=Observers(),
             notify=str,
             clock=clock,
         )

@@ -84,7 +84,7 @@ class SimulatedProxy:
             sizer=ByteSizer(),
             reaper=self.reaper,
             retries=make_retries(settings, clock),
-            observer=Observers(()),
+            observer=Observers(),
             notify=str,
             clock=clock,
         )

@@ -12,15 +12,14 @@ import logging
 from prometheus_client import CollectorRegistry
 
 from pdproxy.telemetry.log import Facts
-from pdproxy.telemetry.observer import Bystander
 from pdproxy.telemetry.record import RequestRecord
 from pdproxy.telemetry.series import Counts
 
 log = logging.getLogger("pdproxy.usage")
 
 
-class KeyUsage(Bystander):
-    """KeyUsage takes each request that is over. Implements `Observer`.
+class KeyUsage:
+    """KeyUsage takes each request that is over. Implements `RequestObserver`.
 
     `logs`: a line tells of each request of a client's, with or without a key.
     """

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from pdproxy.telemetry import request_id
-from pdproxy.telemetry.observer import Bystander, Observer
+from pdproxy.telemetry.observer import LegObserver
 from pdproxy.telemetry.record import RequestRecord
 from transfer import logs
 from transfer.logs import MAX_LINE_BYTES, LogWriter
@@ -29,15 +29,18 @@ _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")
 r"""Matches printable ASCII without blanks, ``"``, ``=`` and ``\\``."""
 
 
-class LegLog(Bystander):
-    """LegLog writes the line of each leg, which is for debugging only. Implements `Observer`."""
+class LegLog:
+    """LegLog writes the line of each leg, which is for debugging only. Implements `LegObserver`."""
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
         log.debug("leg=%s instance=%s outcome=%s", leg, instance, outcome)
 
 
-class RequestLog(Bystander):
-    """RequestLog writes the line of each request. Implements `Observer`. A canary's line is for debugging only."""
+class RequestLog:
+    """RequestLog writes the line of each request. Implements `RequestObserver`.
+
+    A canary's line is for debugging only.
+    """
 
     def request_finished(self, record: RequestRecord) -> None:
         level = logging.INFO if record.is_counted else logging.DEBUG
@@ -45,9 +48,9 @@ class RequestLog(Bystander):
             log.log(level, Facts(record.facts()))
 
 
-def request_logs() -> list[Observer]:
-    """Returns those who write a log of requests at its present level."""
-    return [RequestLog(), LegLog()] if log.isEnabledFor(logging.DEBUG) else [RequestLog()]
+def leg_logs() -> list[LegObserver]:
+    """Returns who writes a log of legs, where its present level asks for one."""
+    return [LegLog()] if log.isEnabledFor(logging.DEBUG) else []
 
 
 class Facts:

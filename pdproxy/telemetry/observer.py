@@ -5,21 +5,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from pdproxy.telemetry.record import Outcome, RequestRecord
 
-MAX_RECENT = 50
+MAX_RECENT: Final = 50
 """The most requests that are shown of those which have ended."""
-MAX_FIRST_TOKENS = 2048
+MAX_FIRST_TOKENS: Final = 2048
 """The most first tokens that are kept of streams that have ended."""
 
 # Looking up a member in its enum costs more than the comparison.
-_FAILED = Outcome.FAILED
+_FAILED: Final = Outcome.FAILED
 
 
-class Observer(Protocol):
-    """Observer is told what happened; it must not raise and must not wait."""
+class LegObserver(Protocol):
+    """LegObserver is told what became of each leg; it must not raise and must not wait."""
+
+    __slots__ = ()
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
         """Notes the end of a leg. `outcome` is ``ok``, ``refused`` (4xx), ``busy`` (429, 503), ``failed``,
@@ -27,28 +29,29 @@ class Observer(Protocol):
         ``no_kv`` (the KV reached no decoder, which is in doubt itself or at fault), ``stale_term`` (the engine has
         heard of a later leader) or ``closed`` (by the proxy)."""
 
+
+class RequestObserver(Protocol):
+    """RequestObserver is told what became of each request; it must not raise and must not wait."""
+
+    __slots__ = ()
+
     def request_finished(self, record: RequestRecord) -> None: ...
 
 
-class Bystander:
-    """Bystander implements `Observer` and does nothing. A method that a subclass does not override is never called by
-    `Observers`, so it costs nothing."""
+class Observer(LegObserver, RequestObserver, Protocol):
+    """Observer is told of both."""
 
-    def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        """Does nothing."""
-
-    def request_finished(self, record: RequestRecord) -> None:
-        """Does nothing."""
+    __slots__ = ()
 
 
-class Observers:
-    """Observers passes what happened on to several observers."""
+class Observers(Observer):
+    """Observers passes on what happened: legs to some, requests to others."""
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        legs = [one for one in observers if type(one).leg_finished is not Bystander.leg_finished]
-        requests = [one for one in observers if type(one).request_finished is not Bystander.request_finished]
-        self._of_legs = [one.leg_finished for one in legs]
-        self._of_requests = [one.request_finished for one in requests]
+    __slots__ = ("_of_legs", "_of_requests")
+
+    def __init__(self, of_legs: Sequence[LegObserver] = (), of_requests: Sequence[RequestObserver] = ()) -> None:
+        self._of_legs = [one.leg_finished for one in of_legs]
+        self._of_requests = [one.request_finished for one in of_requests]
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
         for tell in self._of_legs:
@@ -59,9 +62,8 @@ class Observers:
             tell(record)
 
 
-class Recent(Bystander):
-    """Recent keeps the last requests, totals by outcome, and the tokens of all answers, for the status page. Implements
-    `Observer`.
+class Recent(RequestObserver):
+    """Recent keeps the last requests, totals by outcome, and the tokens of all answers, for the status page.
 
     Mutable state: the records, newest last; the totals; how many failed, by error code; the first tokens of the last
     streams.

@@ -21,7 +21,6 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pdproxy import __version__
-from pdproxy.telemetry.observer import Bystander
 from pdproxy.telemetry.record import Outcome, RequestRecord, Step
 
 FLUSH_S = 5.0
@@ -46,8 +45,8 @@ _ATTRIBUTES = {
 """The names that a record's facts have on a span."""
 
 
-class Spans(Bystander):
-    """Spans makes the spans of requests. Implements `Tracing` and `Observer`. Mutable state: the spans of the requests
+class Spans:
+    """Spans makes the spans of requests. Implements `Tracing`. Mutable state: the spans of the requests
     under way."""
 
     def __init__(self, provider: TracerProvider) -> None:

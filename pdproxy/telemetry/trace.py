@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from pdproxy.errors import ConfigError
-from pdproxy.telemetry.observer import Bystander, Observer
+from pdproxy.telemetry.observer import RequestObserver
 from pdproxy.telemetry.record import RequestRecord
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ HEADERS = ("traceparent", "tracestate")
 """The headers of W3C Trace Context."""
 
 
-class Tracing(Observer, Protocol):
+class Tracing(RequestObserver, Protocol):
     """Tracing is told of every client request, before anything is done about it and at its end. It is stopped with the
     proxy."""
 
@@ -27,7 +27,7 @@ class Tracing(Observer, Protocol):
     async def aclose(self) -> None: ...
 
 
-class PassTraceOn(Bystander):
+class PassTraceOn:
     """PassTraceOn implements `Tracing` where the proxy has no spans of its own: the client's trace goes on to the
     engines."""
 
@@ -35,6 +35,9 @@ class PassTraceOn(Bystander):
         if "traceparent" not in headers and "tracestate" not in headers:
             return {}
         return {name: headers[name] for name in HEADERS if name in headers}
+
+    def request_finished(self, record: RequestRecord) -> None:
+        """Does nothing, because no span was begun."""
 
     async def aclose(self) -> None:
         """Does nothing, because nothing is held."""

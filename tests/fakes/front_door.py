@@ -24,7 +24,6 @@ from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.connection import ClientConnection
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.routes import GenerationRoute
-from pdproxy.telemetry.observer import Bystander
 from pdproxy.telemetry.record import Outcome, RequestRecord
 from pdproxy.telemetry.trace import PassTraceOn
 from tests.fakes.proxy_harness import LIMIT_S, until
@@ -128,9 +127,9 @@ class RawClient:
 
 
 @dataclass
-class FrontDoor(Bystander):
-    """Implements `Observer`, and what routes need of an orchestrator. Mutable state: what was served and what of it has
-    ended, and what is played."""
+class FrontDoor:
+    """Implements `RequestObserver`, and what routes need of an orchestrator. Mutable state: what was served and what of
+    it has ended, and what is played."""
 
     state: ServerState = field(default_factory=ServerState)
     play: Play = echo

@@ -11,7 +11,6 @@ from pdproxy.openai.priority import PriorityLimits
 from pdproxy.openai.request import COMPLETIONS
 from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.routes import GenerationRoute
-from pdproxy.telemetry.observer import Bystander
 from pdproxy.telemetry.record import Outcome, RequestRecord
 from pdproxy.telemetry.trace import PassTraceOn
 from tests.fakes.proxy_harness import until
@@ -21,8 +20,8 @@ BODY = b'{"prompt":"hi"}'
 GONE = {"type": "http.disconnect"}
 
 
-class Orchestrator(Bystander):
-    """Answers, and is not done at once, whether it has said that this was all or not. Implements `Observer` as well."""
+class Orchestrator:
+    """Answers, and is not done at once, whether it has said that this was all or not. Implements `RequestObserver`."""
 
     def __init__(self, *, is_ended_first: bool = False) -> None:
         self._is_ended_first = is_ended_first

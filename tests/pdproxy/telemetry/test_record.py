@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from pdproxy.telemetry.attempt_record import AttemptRecord, Phase
-from pdproxy.telemetry.observer import Bystander, Observers, Recent
+from pdproxy.telemetry.observer import Observers, Recent
 from pdproxy.telemetry.record import Outcome, RequestRecord
 
 
@@ -22,7 +22,7 @@ class Listener:
         self.told.append(record)
 
 
-class OfLegs(Bystander):
+class OfLegs:
     """Of one thing only."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def test_looking_at_the_steps_takes_nothing_from_the_flight() -> None:
 
 def test_everybody_is_told_of_what_concerns_him() -> None:
     listener, of_legs, recent = Listener(), OfLegs(), Recent()
-    observers = Observers([listener, of_legs, recent])
+    observers = Observers([listener, of_legs], [listener, recent])
     record = RequestRecord("r1", "/v1/completions")
     record.end(Outcome.DONE)
     observers.leg_finished("prefill", "p0", "ok")
