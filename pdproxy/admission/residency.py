@@ -175,10 +175,11 @@ class Residency:
         self.shared -= stay.shared
         if not stay.is_sliced:
             self._others -= stay.tokens - stay.shared
+            self.used -= stay.tokens - stay.shared
         else:
             for number in range(NUM_SLICES):
                 self._slices[number] -= stay.in_slice(number)
-        self.used = self._others + max(self._slices) + self.foreign
+            self.used = self._others + max(self._slices) + self.foreign
         return True
 
     def follow(self, attempt: str, teller: Written) -> None:

@@ -50,7 +50,6 @@ EQUALLY_URGENT: Final = PriorityLimits(least=0, most=0)
 _OURS: Final = frozenset({priority.FIELD, timeout.FIELD})
 _FORBIDDEN: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _FORBIDDEN_PREFIX: Final = "bootstrap_"
-_NOT_FOR_ENGINES: Final = _OURS | _FORBIDDEN
 _MORE: Final = "vllm_xargs"
 """The field whose members vLLM puts where its own arguments are. So a forbidden field must not be among them either."""
 _PROMPTS: Final = frozenset({"prompt", "messages"})
@@ -111,11 +110,12 @@ class Prompt:
         self.has_text_only = has_text_only
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, init=False)
 class GenerationRequest:
     """A `GenerationRequest` is one validated body and what routing needs of it. Nobody changes it.
 
-    `fields` are the client's, less those that clients may not set and those that the proxy keeps to itself.
+    `fields` are the client's, less those that clients may not set and those that the proxy keeps to itself. (Its
+    ``__init__`` is written out, because the one that `dataclasses` makes is never compiled.)
     """
 
     endpoint: str
@@ -151,12 +151,63 @@ class GenerationRequest:
     """The seconds which the client gives the whole request; None where it sets no limit."""
     priority: int
     """The priority within the operator's limits. A higher number goes first."""
-    is_passed: bool = False
+    is_passed: bool
     """Tells that one instance answers the body as it is, without legs."""
-    keeper: str | None = None
+    keeper: str | None
     """The mark of the decoder that has what the body refers to, and must be asked (``previous_response_id``)."""
-    runs_tools: bool = False
+    runs_tools: bool
     """Tells that the engine may run tools, and go on writing after each, within this one request."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        fields: Fields,
+        model: str | None,
+        stream: bool,
+        include_usage: bool,
+        n: int,
+        max_tokens: int | None,
+        prompt_kind: PromptKind,
+        num_prompt_bytes: int,
+        is_ascii: bool,
+        num_prompt_ids: int | None,
+        num_messages: int,
+        num_sequences: int,
+        has_media: bool,
+        has_text_only: bool,
+        reads_prompt: bool,
+        has_stop: bool,
+        wants_token_ids: bool,
+        timeout_s: float | None,
+        priority: int,
+        is_passed: bool = False,
+        keeper: str | None = None,
+        runs_tools: bool = False,
+    ) -> None:
+        self.endpoint = endpoint
+        self.fields = fields
+        self.model = model
+        self.stream = stream
+        self.include_usage = include_usage
+        self.n = n
+        self.max_tokens = max_tokens
+        self.prompt_kind = prompt_kind
+        self.num_prompt_bytes = num_prompt_bytes
+        self.is_ascii = is_ascii
+        self.num_prompt_ids = num_prompt_ids
+        self.num_messages = num_messages
+        self.num_sequences = num_sequences
+        self.has_media = has_media
+        self.has_text_only = has_text_only
+        self.reads_prompt = reads_prompt
+        self.has_stop = has_stop
+        self.wants_token_ids = wants_token_ids
+        self.timeout_s = timeout_s
+        self.priority = priority
+        self.is_passed = is_passed
+        self.keeper = keeper
+        self.runs_tools = runs_tools
 
     @property
     def num_prompts(self) -> int:
@@ -315,8 +366,10 @@ def _without_prompt(given: Fields) -> bytes:
 def allowed_fields(given: Fields) -> Fields:
     """Returns the fields that clients may set and engines are to see. Raises `InvalidRequest`."""
     fields = given
-    if not _NOT_FOR_ENGINES.isdisjoint(given) or _FORBIDDEN_PREFIX in " ".join(given):
-        fields = {name: raw for name, raw in given.items() if name not in _OURS and not _is_forbidden(name)}
+    for name in given:
+        if name in _OURS or _is_forbidden(name):
+            fields = {name: raw for name, raw in given.items() if name not in _OURS and not _is_forbidden(name)}
+            break
     if _MORE in fields:
         more = read_field(read_more, fields[_MORE], _MORE)
         if more is not None and any(map(_is_forbidden, more)):

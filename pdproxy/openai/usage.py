@@ -29,13 +29,17 @@ PROMPT_TOKENS: Final = b'"prompt_tokens"'
 """The bytes that every event with a usage has."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class PromptUsage:
     """`PromptUsage` is what a prefiller says of a prompt. Only the prefiller knows what it had cached."""
 
     tokens: int
-    details: msgspec.Raw | None = None
+    details: msgspec.Raw | None
     """The field ``prompt_tokens_details``, as it came."""
+
+    def __init__(self, tokens: int, details: msgspec.Raw | None = None) -> None:
+        self.tokens = tokens
+        self.details = details
 
 
 @dataclass(slots=True)

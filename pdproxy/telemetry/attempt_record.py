@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
@@ -73,6 +72,12 @@ _STEP_IN: Final = {
 }
 """The name under which the time of each phase is told. ``first_byte`` is followed by ``decode``; an end takes no
 time."""
+
+_COMMA: Final = b", "
+_DURATION_OF: Final = {
+    step: b"%b%b;dur=" % (_COMMA, step.encode()) for step in ("tokenize", *_STEP_IN.values(), "decode")
+}
+"""The beginning of each step's entry in a ``Server-Timing`` header."""
 
 # Looking up a member in its enum costs more than everything else that is done with it here.
 _AT_FIRST: Final = Phase.QUEUED
@@ -255,12 +260,12 @@ class AttemptRecord:
 
     def timing_header(self) -> bytes:
         """Returns `phase_seconds` as the value of a ``Server-Timing`` header, in milliseconds."""
-        seconds = self.phase_seconds()
-        texts = []
-        for step_s in seconds.values():
+        pieces: list[bytes] = []
+        for step, step_s in self.phase_seconds().items():
             tenths = int(step_s * 10_000 + 0.5)
-            texts.append(_TENTHS[tenths] if 0 <= tenths < len(_TENTHS) else b"%.1f" % (step_s * 1000))
-        return _timing(tuple(seconds)) % (*texts,)
+            pieces.append(_DURATION_OF[step])
+            pieces.append(_TENTHS[tenths] if 0 <= tenths < len(_TENTHS) else b"%.1f" % (step_s * 1000))
+        return b"".join(pieces)[len(_COMMA) :]
 
     def total_seconds(self) -> float:
         """Returns the seconds from the attempt's start to its end, or to now."""
@@ -289,13 +294,6 @@ class AttemptRecord:
     def __repr__(self) -> str:
         legs = f"{self.prefiller or '-'} → {self.decoder or '-'}"
         return f"<AttemptRecord {self.id} {self._path}: {self._phase}, pages {self.custody}, {legs}>"
-
-
-@cache
-def _timing(steps: tuple[str, ...]) -> bytes:
-    """Returns a template for as many numbers as there are steps. Few different ones exist, because steps follow the
-    tables."""
-    return ", ".join([f"{step};dur=%b" for step in steps]).encode()
 
 
 _TENTHS: Final = [b"%d.%d" % divmod(tenths, 10) for tenths in range(1000)]

@@ -10,6 +10,8 @@ from typing import Final
 from urllib.parse import quote
 
 _KEPT_IN_TARGET: Final = "/?&=%:@!$'()*+,;~-._[]"
+_BREAKS: Final = frozenset("\r\n\0")
+"""The characters that would make two headers of one, or end one where it does not end."""
 
 
 class HeadWriter:
@@ -46,12 +48,10 @@ class HeadWriter:
 
 
 def _lines(headers: Mapping[str, str]) -> bytes:
-    lines = ""
-    for name, value in headers.items():
-        line = f"{name}: {value}"
-        if "\r" in line or "\n" in line or "\0" in line:
-            raise ValueError(f"not to be sent as a header: {line!r}")
-        lines += f"{line}\r\n"
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers) or "\0" in lines:
+        bad = [line for name, value in headers.items() if not _BREAKS.isdisjoint(line := f"{name}: {value}")]
+        raise ValueError(f"not to be sent as a header: {bad[0]!r}")
     return lines.encode("latin-1")
 
 
