@@ -32,6 +32,8 @@ those who wait for it go on: they move their alarms, or take them back. (libuv l
 class Alarm(Protocol):
     """An `Alarm` can become due. It is hashed by identity."""
 
+    __slots__ = ()
+
     @property
     def due_at(self) -> float:
         """The time at which the alarm is due, in seconds on the loop's clock. It may move."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
-from pdproxy.aio.coarse_timer import MIN_S, CoarseTimer, alarms_of
+from pdproxy.aio.coarse_timer import MIN_S, Alarm, CoarseTimer, alarms_of
 
 MakeError = Callable[[], Exception]
 
@@ -23,12 +23,12 @@ request, and this limit.
 """
 
 
-class Deadline:
+class Deadline(Alarm):
     """``with Deadline(seconds, error):`` raises `error` out of the block when the block has not ended by then.
 
     A `Deadline` belongs to the task that enters it, and is entered once. `error` may be an exception, or a function
     that makes one at the moment in which the block is cut short. `seconds` may be infinite. `outer` is a limit within
-    whose block this one is entered, so that the running loop need not be asked for. Implements `coarse_timer.Alarm`.
+    whose block this one is entered, so that the running loop need not be asked for.
 
     Mutable state: the time at which it is due, on the loop's clock, and the error that is raised then; the alarms that
     it is set among, or the timer of a limit that is due soon; whether the block was cut short.
@@ -46,6 +46,8 @@ class Deadline:
         "due_at",
         "is_cut",
     )
+
+    due_at: float
 
     def __init__(self, seconds: float, error: Exception | MakeError, outer: Deadline | None = None) -> None:
         self._seconds = seconds

@@ -171,7 +171,7 @@ class LMCacheAdapter:
         self._role: Role = role
         self._buffer = buffer
         self._first_token = first_token
-        self._traits = EngineTraits(
+        self.traits = EngineTraits(
             ready=KvReady.SIGNALS,
             page_owner="decode",
             freed=ReleaseSignal.FIRST_EVENT,
@@ -180,10 +180,6 @@ class LMCacheAdapter:
             endpoints=ALL_ENDPOINTS,
             prefiller_answers=False,  # a request that names no decoder ends it: its `transfer_spec` is None
         )
-
-    @property
-    def traits(self) -> EngineTraits:
-        return self._traits
 
     # ── looking at it ──
 
@@ -299,8 +295,8 @@ class LMCacheAdapter:
         """
         call = Call(request.endpoint, self._errand_body(request, info, reply))
         if is_decode_sent:
-            return ReleaseCall("decode", call, self._traits.lease_s, delay_s=READING_S)
-        return ReleaseCall("decode", call, self._traits.lease_s, delay_s=WRITING_S, or_ready=True)
+            return ReleaseCall("decode", call, self.traits.lease_s, delay_s=READING_S)
+        return ReleaseCall("decode", call, self.traits.lease_s, delay_s=WRITING_S, or_ready=True)
 
     def read_errand(self, status: int, body: bytes) -> bool:
         return status == 200

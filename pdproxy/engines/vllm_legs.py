@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdproxy.engines.adapter import AttemptInfo, DecodeLeg, NoHandoff, PrefillReply, Resumption
+from pdproxy.engines.adapter import Adapter, AttemptInfo, DecodeLeg, NoHandoff, PrefillReply, Resumption
 from pdproxy.engines.api_reply import read_api_prefill
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
 from pdproxy.openai.apis import api_prefill_fields
@@ -36,8 +36,6 @@ PROMPT_IDS: Final = "prompt_token_ids"
 _NULL: Final = msgspec.Raw(b"null")
 _IDS_FOLLOW: Final = b'"%s":' % PROMPT_IDS.encode()
 _START_OF_IDS: Final = re.compile(rb"\[\s*[0-9]")
-_NOT_WITH_IDS: Final = frozenset({"suffix", "prompt_embeds"})
-"""The fields with which a prompt as ids is not the same as the text which the ids were made of."""
 _NO_ENDS: Final = frozenset({"tool_calls", "function_call"})
 """The reasons which vLLM gives for any answer with a call in it, even for one that was cut off."""
 
@@ -46,7 +44,7 @@ _object: Final = msgspec.json.Decoder(Fields)
 _choices: Final = msgspec.json.Decoder(list[Fields])
 
 
-class VllmLegs:
+class VllmLegs(Adapter):
     """`VllmLegs` are the part of vLLM's adapters that does not depend on the connector."""
 
     def __init__(self, data_parallel_rank: int | None = None) -> None:
@@ -125,7 +123,10 @@ def _ids_can_follow(request: GenerationRequest) -> bool:
     """Tells whether the decoder can take the ids that the prefiller has read for the prompt itself."""
     if request.prompt_kind is PromptKind.CHAT:
         return not request.has_media
-    return request.prompt_kind is PromptKind.TEXT and _NOT_WITH_IDS.isdisjoint(request.fields)
+    if request.prompt_kind is not PromptKind.TEXT:
+        return False
+    # With one of these fields, ids are not the same prompt as the text which they were made of.
+    return "suffix" not in request.fields and "prompt_embeds" not in request.fields
 
 
 def decode_fields(request: GenerationRequest, reply: PrefillReply | None) -> Fields:

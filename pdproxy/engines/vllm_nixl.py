@@ -55,7 +55,7 @@ versions do so too, but die where they cannot reach the prefiller.)
 
 
 class VllmNixlAdapter(VllmLegs):
-    """Implements `engines.adapter.Adapter`."""
+    """A `VllmNixlAdapter` is for engines that run vLLM's own NixlConnector."""
 
     name = "vllm_nixl"
 

@@ -33,7 +33,7 @@ from transfer.trust import AttemptKey
 
 
 class VllmTransferAdapter(VllmLegs):
-    """Implements `engines.adapter.Adapter`. `kv_url` is where the instance's connector answers."""
+    """A `VllmTransferAdapter` is for engines with pdproxy's own connector, which answers at `kv_url`."""
 
     name = "vllm_transfer"
 

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import anyio
 
 from pdproxy.config.values import Role
-from pdproxy.engines.adapter import MalformedReply, RoleRefused, RoleSwitcher
+from pdproxy.engines.adapter import Call, MalformedReply, RoleRefused
 from pdproxy.engines.http.base import EngineBroken, EngineUnreachable
 from pdproxy.errors import ConfigError, InstanceConflict, InvalidRequest
 from pdproxy.fleet.instance import Instance
@@ -53,6 +53,17 @@ class Phase(StrEnum):
     """The instance is in its new role, and waits for its canary."""
     DONE = "done"
     FAILED = "failed"
+
+
+@runtime_checkable
+class RoleSwitcher(Protocol):
+    """RoleSwitcher is an adapter of engines that have to be told when their role changes."""
+
+    def role_switch(self, role: Role) -> Call:
+        """Returns the call after which an idle engine has this role."""
+
+    def read_role_switch(self, status: int, body: bytes) -> None:
+        """Reads the answer. Raises `RoleRefused` where the engine has not changed, and `MalformedReply`."""
 
 
 @dataclass(slots=True, eq=False)

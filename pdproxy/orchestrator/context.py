@@ -33,6 +33,8 @@ class Client(Protocol):
     """Client takes the answer. Sending waits while the client's side is full, and does nothing once the client has
     gone."""
 
+    __slots__ = ()
+
     @property
     def headers(self) -> Mapping[str, str]:
         """The client's own headers, names in lower case."""
@@ -69,6 +71,8 @@ class Client(Protocol):
 
 class Outlet(Protocol):
     """Outlet is a client's own connection, to which callbacks write the pieces of a body that has been started."""
+
+    __slots__ = ()
 
     def write(self, piece: bytes) -> None:
         """Writes `piece`. Never waits, and does nothing once the client has gone. Must not be called while the outlet

@@ -38,7 +38,7 @@ from pdproxy.fleet.instance import Instance, Reliance
 from pdproxy.openai.assembled import too_large
 from pdproxy.openai.response import error_code, error_message
 from pdproxy.orchestrator.attempt import Attempt
-from pdproxy.telemetry.observer import Observer
+from pdproxy.telemetry.observer import LegObserver
 
 MAX_ERROR_BYTES: Final = 64 * 1024
 """The most bytes of an engine's error object that are read."""
@@ -123,7 +123,7 @@ class OpenLeg:
     )
 
     def __init__(
-        self, name: str, attempt: Attempt, call: Call, observer: Observer, *, hands_over: bool = False
+        self, name: str, attempt: Attempt, call: Call, observer: LegObserver, *, hands_over: bool = False
     ) -> None:
         self._name = name
         self._attempt = attempt
@@ -160,13 +160,13 @@ class OpenLeg:
                 posting = instance.client.post(call.path, call.body, attempt.headers(instance))
                 call.body = b""  # nobody needs it once it is sent, and the answer may take long
                 self._leg = leg = await posting
-            except LocalFault as error:
+            except LocalFault as fault:
                 self._outcome = "not_tried"
-                raise LegNotTried(self._name, instance.name, retry_after_s=RETRY_AFTER_S) from error
-            except EngineUnreachable as error:
-                raise self._unreachable(error) from error
-            except EngineBroken as error:
-                raise self.break_off(error) from error
+                raise LegNotTried(self._name, instance.name, retry_after_s=RETRY_AFTER_S) from fault
+            except EngineUnreachable as unreachable:
+                raise self._unreachable(unreachable) from unreachable
+            except EngineBroken as broken:
+                raise self.break_off(broken) from broken
             # With a 429 or a 5xx a decoder may have turned the request away before it knew of the KV.
             if self._name == "decode" and leg.status < 500 and leg.status != 429:
                 attempt.decode_seen()
@@ -386,9 +386,9 @@ class OpenLeg:
     async def _whole_reply(self, leg: Leg) -> EngineReply:
         try:
             content = await leg.read(self._keep(MAX_REPLY_BYTES))
-        except ReplyTooLarge as error:
-            raise self.fail(str(error)) from error
-        except EngineBroken as error:
-            raise self.break_off(error) from error
+        except ReplyTooLarge as too_large_reply:
+            raise self.fail(str(too_large_reply)) from too_large_reply
+        except EngineBroken as broken:
+            raise self.break_off(broken) from broken
         content_type = leg.header("content-type") or "application/json"
         return EngineReply(leg.status, content, content_type, leg.header("retry-after"))

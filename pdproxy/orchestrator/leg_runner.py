@@ -17,7 +17,7 @@ from pdproxy.orchestrator.context import RequestContext
 from pdproxy.orchestrator.leg import NotAssembled, OpenLeg
 from pdproxy.orchestrator.passing import mark_of
 from pdproxy.orchestrator.relay import Relay
-from pdproxy.telemetry.observer import Observer
+from pdproxy.telemetry.observer import LegObserver
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class LegRunner:
 
     def __init__(
         self,
-        observer: Observer,
+        observer: LegObserver,
         *,
         prefill_timeout_s: float,
         first_byte_timeout_s: float,
@@ -85,12 +85,12 @@ class LegRunner:
                 if reply is None:
                     reply = await leg.read()
                 return prefiller.adapter.read_prefill(attempt.context.request, reply)
-            except NobodyReached as error:
-                raise leg.reach_nobody(str(error)) from error
-            except NoHandoff as error:
-                raise leg.hand_nothing(str(error)) from error
-            except MalformedReply as error:
-                raise leg.fail(str(error)) from error
+            except NobodyReached as nobody:
+                raise leg.reach_nobody(str(nobody)) from nobody
+            except NoHandoff as nothing:
+                raise leg.hand_nothing(str(nothing)) from nothing
+            except MalformedReply as malformed:
+                raise leg.fail(str(malformed)) from malformed
             finally:
                 leg.close()
 

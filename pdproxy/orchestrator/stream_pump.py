@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from pdproxy.aio.deadline import Deadline
-from pdproxy.engines.http.base import EngineBroken, Source
+from pdproxy.engines.http.base import EngineBroken, Sink, Source
 from pdproxy.openai.dialect import OPENAI, Dialect
 from pdproxy.openai.sse import EventBuffer
 from pdproxy.openai.token_count import TokenCount
@@ -21,8 +21,8 @@ Show = Callable[[bytes], tuple[bytes, Exception | None]]
 MakeError = Callable[[], Exception]
 
 
-class StreamPump:
-    """StreamPump takes pieces from a source and writes their events to an outlet. Implements `engines.http.base.Sink`.
+class StreamPump(Sink):
+    """StreamPump takes pieces from a source and writes their events to an outlet.
 
     Mutable state: whether the answer said that it is complete; whether the client is waited for; `over`, a future that
     is done when nothing more will come. It holds `EngineBroken`, or what `show` or the buffer has found, where one of

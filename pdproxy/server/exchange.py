@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from pdproxy.errors import Draining, ProxyError
-from pdproxy.orchestrator.context import Headers, Outlet
+from pdproxy.orchestrator.context import Client, Headers, Outlet
 from pdproxy.server.headers import ClientHeaders
 from pdproxy.server.response_head import CHUNKED, CLOSE, ResponseHeadWriter, declared_bytes
 from pdproxy.server.routes import BODY_COPIES, GenerationRoute
@@ -46,9 +46,8 @@ class ServerConnection(Protocol):
         """Notes that everything was sent."""
 
 
-class Exchange:
-    """Exchange collects a request and sends its answer. Implements `context.Client`, and `context.Outlet` for bodies
-    that go out in chunks.
+class Exchange(Client, Outlet):
+    """Exchange collects a request and sends its answer. It is an outlet for bodies that go out in chunks.
 
     Mutable state of the request: its body, in one piece or as it is put together of several; its size, whether that is
     all and whether more is wanted; what is objected to it; the time limit for its body; the task that serves it, and
@@ -87,6 +86,11 @@ class Exchange:
         "response_complete",
     )
 
+    headers: Mapping[str, str]
+    forwarded: Mapping[str, str]
+    memory: MemoryShare
+    is_started: bool
+
     def __init__(
         self,
         line: ServerConnection,
@@ -102,13 +106,13 @@ class Exchange:
         self._flow = line.flow
         self._route = route
         self.headers = headers
-        self.forwarded: Mapping[str, str] = {}
+        self.forwarded = {}
         self._is_http11 = is_http11
         self.keep_alive = keep_alive
         """True where the connection outlives the answer. The name is uvicorn's, as is `response_complete`."""
         self._awaits_continue = awaits_continue
         self._record: RequestRecord | None = None
-        self.memory: MemoryShare = route.memory.share()
+        self.memory = route.memory.share()
         self._body = b""
         self._parts: bytearray | None = None
         self._num_bytes = 0

@@ -97,6 +97,8 @@ async def read_whole(read_chunk: Callable[[], Awaitable[bytes]], check: CheckSiz
 class Leg(Protocol):
     """A `Leg` is an HTTP answer whose head is there."""
 
+    __slots__ = ()
+
     @property
     def status(self) -> int: ...
 
@@ -132,6 +134,8 @@ class Sink(Protocol):
     more. It must not raise: that costs the connection, and comes back as `fail`.
     """
 
+    __slots__ = ()
+
     def feed(self, data: bytes) -> None:
         """Takes the next bytes, never none. It can call the source's `pause` to get no more for now."""
 
@@ -147,6 +151,8 @@ class Source(Protocol):
     it.
     """
 
+    __slots__ = ()
+
     def pour(self, sink: Sink) -> None:
         """Sends the body to `sink` from here on. What has come and was not read goes first, and at once."""
 
@@ -160,6 +166,8 @@ class EngineClient(Protocol):
     """An `EngineClient` carries calls to one instance. It has no deadlines of its own beyond connecting: the caller has
     them.
     """
+
+    __slots__ = ()
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Leg:
         """Sends a POST and returns its answer when the answer's head is there. `path` may be a whole URL.

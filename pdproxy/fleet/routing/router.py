@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from pdproxy.admission.grant import Chooser
 from pdproxy.admission.line import Demand
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing.candidate import NO_HINTS, RoutingHints
@@ -16,9 +17,8 @@ MAX_HINT_BYTES: Final = 64 * 1024
 """Length in bytes to which a prompt's text is cut for hints; prompts that begin alike for so long are alike enough."""
 
 
-class Router:
-    """Router picks among the instances that the kernel offers. Implements `grant.Chooser`; all memory is the
-    policies'.
+class Router(Chooser):
+    """Router picks among the instances that the kernel offers. All memory is the policies'.
 
     `session_header` tells which requests belong together.
 

@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 from pdproxy.engines.http.base import EngineBroken
+from pdproxy.engines.http.http1.framing import Framing
 
 MAX_LINE_BYTES: Final = 16 * 1024
 """The most bytes of a chunk's size line, and of all trailers together."""
@@ -22,8 +23,8 @@ well-formed.
 _MAX_USUAL_LINE: Final = max(map(len, _USUAL_SIZES))
 
 
-class Chunked:
-    """Implements `Framing`.
+class Chunked(Framing):
+    """A `Chunked` frames a body that comes in chunks.
 
     Mutable state: `_left`, the bytes that are to come of the chunk under way, its line's end included; `_begun`, a line
     whose end has not come yet; whether the last chunk was there; the trailers' size.

@@ -13,7 +13,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from pdproxy.aio.descriptors import DescriptorBudget
-from pdproxy.engines.http.base import EngineBroken, EngineUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineClient, EngineUnreachable
 from pdproxy.engines.http.http1.connection import Connection
 from pdproxy.engines.http.http1.leg import Http1Leg
 from pdproxy.engines.http.http1.origin import Origin
@@ -30,8 +30,8 @@ def can_reach(url: str) -> bool:
     return parts.scheme == "http" and bool(parts.hostname) and "@" not in parts.netloc and url.isascii()
 
 
-class Http1Client:
-    """Implements `base.EngineClient` for the instance at `url`, which gets `api_key` with every call.
+class Http1Client(EngineClient):
+    """An `Http1Client` is for the instance at `url`, which gets `api_key` with every call.
 
     Other places, such as a bootstrap server at another port, never get the key: they have not asked for it, and whoever
     listens there need not be the engine.

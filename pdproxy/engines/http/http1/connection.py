@@ -30,6 +30,8 @@ long as each read fills its 250 KiB, and all that could be dealt with quickly wo
 class Listener(Protocol):
     """A `Listener` hears the answer to its call."""
 
+    __slots__ = ()
+
     def received(self, data: bytes) -> None: ...
 
     def lost(self, error: Exception | None) -> None:
@@ -40,6 +42,8 @@ class Listener(Protocol):
 
 class Keeper(Protocol):
     """A `Keeper` keeps a connection between two calls."""
+
+    __slots__ = ()
 
     descriptors: DescriptorBudget
     """The count of all that the proxy has open."""

@@ -14,6 +14,8 @@ from pdproxy.engines.http.base import EngineBroken
 class Framing(Protocol):
     """A `Framing` finds the end of one body. It is fed until it is complete, and not after."""
 
+    __slots__ = ()
+
     is_complete: bool
     has_surplus: bool
     """Tells that bytes came after the body's end."""
@@ -27,7 +29,7 @@ class Framing(Protocol):
         """Takes note that nothing more will come. Raises `EngineBroken` where something is missing."""
 
 
-class Counted:
+class Counted(Framing):
     """A `Counted` frames a body of `num_bytes`; 0 for a reply without one. Mutable state: the number of bytes that are
     to come.
     """
@@ -53,7 +55,7 @@ class Counted:
             raise EngineBroken(f"it closed the connection {self._left} bytes before the end of its answer")
 
 
-class UntilClose:
+class UntilClose(Framing):
     """An `UntilClose` frames a body that goes on until the connection is closed. Nobody can know whether something of
     it is missing.
     """

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from pdproxy.engines.http.base import REPLY, CheckSize, EngineBroken, Sink
-from pdproxy.engines.http.http1.connection import Connection
+from pdproxy.engines.http.base import REPLY, CheckSize, EngineBroken, Leg, Sink, Source
+from pdproxy.engines.http.http1.connection import Connection, Listener
 from pdproxy.engines.http.http1.framing import Counted, Framing
 from pdproxy.engines.http.http1.head import MAX_HEAD_BYTES, Head, find_head
 
@@ -24,8 +24,8 @@ COUNTED_SLICE_BYTES: Final = 1 << 20
 """The most bytes that a reader of a whole body is handed at a time where its head says how long it is."""
 
 
-class _Whole:
-    """Implements `base.Sink` for a reader who wants all of a body at once. `check` is called with its size so far.
+class _Whole(Sink):
+    """A `_Whole` is for a reader who wants all of a body at once. `check` is called with its size so far.
 
     The pieces are put together as they come: many tiny ones, each an object of its own, would take twenty times the
     memory.
@@ -56,8 +56,8 @@ class _Whole:
             self.over.set_exception(error)
 
 
-class Http1Leg:
-    """Implements `base.Leg` and `base.Source`. A caller may read it, or `pour` it, or first read and then pour.
+class Http1Leg(Leg, Source, Listener):
+    """An `Http1Leg` is one call's answer. A caller may read it, or `pour` it, or first read and then pour.
 
     Mutable state: the connection as long as the leg has it; a head that has only begun, and how many bytes came without
     a final head; head and framing, once they are there; what has come and was not read, and how much more of it may
@@ -78,6 +78,9 @@ class Http1Leg:
         "status",
     )
 
+    status: int
+    """The HTTP status; 0 until the head of the answer has come."""
+
     def __init__(self, connection: Connection) -> None:
         self._connection: Connection | None = connection
         self._begun_head = b""
@@ -90,7 +93,6 @@ class Http1Leg:
         self._failure: str | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.status = 0
-        """The HTTP status; 0 until the head of the answer has come."""
 
     # ── for whoever made the call ───────────────────────────────────────────────────────────────────────────────────
 

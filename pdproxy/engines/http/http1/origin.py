@@ -15,7 +15,7 @@ from typing import Final, cast
 
 from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.engines.http.base import EngineRefused, EngineUnreachable, LocalFault, local_fault
-from pdproxy.engines.http.http1.connection import Connection
+from pdproxy.engines.http.http1.connection import Connection, Keeper
 from pdproxy.engines.http.http1.dial import dial, is_done_in_time
 
 KEEPALIVE_S = 4.0
@@ -29,7 +29,7 @@ LOST_EVERY_S: Final = 1.0
 """The least seconds between two losses that are told: some engines keep no connection for long."""
 
 
-class Origin:
+class Origin(Keeper):
     """An `Origin` lends each connection to one call at a time: `reuse` or `connect` gives one, and it comes back by
     `keep`.
 
