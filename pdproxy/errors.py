@@ -368,3 +368,51 @@ class IllegalTransition(Exception):
 
 class IntegrityError(Exception):
     """`IntegrityError` says that numbers which must add up do not add up. This is always a bug."""
+
+
+class KvNotTaken(LegFailed):
+    """`KvNotTaken` says that a prefiller's KV did not reach its decoder. Either of them may be at fault."""
+
+
+class ReceiverNotReached(LegFailed):
+    """`ReceiverNotReached` says that a prefiller could give its KV to nobody, because the decoder does not answer it.
+
+    `instance` is the one at fault.
+    """
+
+    code = "kv_transfer_failed"
+
+    def __init__(self, prefiller: str, decoder: str, *, is_ours: bool) -> None:
+        leg, instance = ("prefill", prefiller) if is_ours else ("decode", decoder)
+        what = f"no KV can be sent to it: its receiver does not answer {prefiller!r}"
+        super().__init__(leg, instance, f"the receiver of {decoder!r} does not answer it" if is_ours else what)
+
+
+class EngineSaidError(LegFailed):
+    """`EngineSaidError` says that the engine ended a stream under way with an error event: `events`, as it came.
+
+    `is_ours` False: the event blames the request, which would fare no better elsewhere.
+    """
+
+    code = "engine_error"
+
+    def __init__(self, leg: str, instance: str, events: bytes, *, is_ours: bool) -> None:
+        super().__init__(leg, instance, "it reported an error")
+        self.events = events
+        self.is_ours = is_ours
+
+
+class NotAssembled(LegFailed):
+    """`NotAssembled` says that no answer can be put together from this stream: it has to be asked for as a whole.
+
+    Nobody is at fault.
+    """
+
+
+class LegTimedOut(DeadlineExceeded):
+    """`LegTimedOut` says that a leg was silent for as long as it may be."""
+
+    def __init__(self, leg: str, instance: str, message: str) -> None:
+        super().__init__(message)
+        self.leg = leg
+        self.instance = instance

@@ -31,11 +31,14 @@ from pdproxy.errors import (
     EngineReply,
     HandoffMissing,
     KvFailed,
+    KvNotTaken,
     LegFailed,
     LegNotTried,
+    LegTimedOut,
     LegUnreachable,
     NeverFits,
     ProxyError,
+    ReceiverNotReached,
     StaleTerm,
 )
 from pdproxy.fleet.instance import Health, Instance, UnlikeConfigured
@@ -44,7 +47,6 @@ from pdproxy.fleet.tokenizer_check import sample_ids
 from pdproxy.inspection.findings import InstanceResult, PairResult, Problem, Report
 from pdproxy.inspection.noted import warnings_noted
 from pdproxy.inspection.pairs import choose_pairs
-from pdproxy.orchestrator.leg import KvNotTaken, LegTimedOut, ReceiverNotReached
 from transfer.logs import printable
 from transfer.trust import NOT_SIGNED
 

@@ -16,13 +16,12 @@ from pdproxy.aio.deadline import Deadline, MakeError
 from pdproxy.aio.race import cancel_when, run_alongside
 from pdproxy.engines.adapter import AttemptInfo, PrefillReply
 from pdproxy.engines.traits import EngineTraits, KvReady
-from pdproxy.errors import KvFailed, LegFailed
+from pdproxy.errors import KvFailed, LegFailed, LegTimedOut
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.page_count import pages_needed
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.openai.request import GenerationRequest
 from pdproxy.orchestrator.attempt import Attempt
-from pdproxy.orchestrator.leg import LegTimedOut
 from pdproxy.orchestrator.leg_runner import LegRunner
 from pdproxy.telemetry.attempt_record import Path, Phase
 

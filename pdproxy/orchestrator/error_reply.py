@@ -8,9 +8,8 @@ from contextlib import suppress
 import msgspec
 
 from pdproxy.aio.deadline import Deadline
-from pdproxy.errors import Draining, EngineReply, ProxyError
+from pdproxy.errors import Draining, EngineReply, EngineSaidError, ProxyError
 from pdproxy.orchestrator.context import Headers, RequestContext
-from pdproxy.orchestrator.leg import EngineSaidError
 from pdproxy.telemetry.record import Outcome, RequestRecord
 
 JSON = b"application/json"

@@ -9,12 +9,13 @@ from typing import Any
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.adapter import Call, DecodeLeg, MalformedReply, NobodyReached, NoHandoff, PrefillReply
+from pdproxy.errors import NotAssembled
 from pdproxy.fleet.instance import Instance
 from pdproxy.openai.apis import marked
 from pdproxy.openai.request import RESPONSES, GenerationRequest
 from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.orchestrator.context import RequestContext
-from pdproxy.orchestrator.leg import NotAssembled, OpenLeg
+from pdproxy.orchestrator.leg import OpenLeg
 from pdproxy.orchestrator.passing import mark_of
 from pdproxy.orchestrator.relay import Relay
 from pdproxy.telemetry.observer import LegObserver

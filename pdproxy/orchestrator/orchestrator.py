@@ -29,16 +29,21 @@ from pdproxy.errors import (
     Backpressure,
     Draining,
     EngineReply,
+    EngineSaidError,
     EventTooLarge,
     InvalidRequest,
     KvFailed,
+    KvNotTaken,
     LegFailed,
     LegNotTried,
+    LegTimedOut,
     MemoryBudgetSpent,
     ModelNotFound,
     NeverFits,
+    NotAssembled,
     NotReady,
     ProxyError,
+    ReceiverNotReached,
     StaleTerm,
 )
 from pdproxy.fleet.instance import Instance
@@ -56,7 +61,6 @@ from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.orchestrator.context import Client, ClientStalledError, RequestContext
 from pdproxy.orchestrator.disaggregated import Disaggregated
 from pdproxy.orchestrator.error_reply import book, pass_on, tell
-from pdproxy.orchestrator.leg import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled, ReceiverNotReached
 from pdproxy.orchestrator.leg_runner import LegRunner
 from pdproxy.orchestrator.passing import Passing
 from pdproxy.orchestrator.path import CACHED, Choice, PathChooser, Ways, as_cached, check_length, is_divided

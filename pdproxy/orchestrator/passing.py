@@ -32,8 +32,10 @@ from pdproxy.engines.http.base import (
 from pdproxy.errors import (
     Backpressure,
     EngineReply,
+    EngineSaidError,
     LegFailed,
     LegNotTried,
+    LegTimedOut,
     MemoryBudgetSpent,
     ModelNotFound,
     NoSuchRoute,
@@ -48,7 +50,6 @@ from pdproxy.openai.apis import KEPT_RESPONSE, PASSED, UNREAD, marked
 from pdproxy.openai.request import RESPONSES, GenerationRequest, encode
 from pdproxy.openai.sse import EventBuffer
 from pdproxy.orchestrator.context import ClientStalledError, RequestContext
-from pdproxy.orchestrator.leg import EngineSaidError, LegTimedOut
 from pdproxy.telemetry.attempt_record import AttemptRecord, Path, Phase
 from pdproxy.telemetry.observer import LegObserver
 

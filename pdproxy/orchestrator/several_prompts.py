@@ -14,14 +14,13 @@ from typing import Any
 import msgspec
 
 from pdproxy.aio.race import end_all
-from pdproxy.errors import EngineReply, InvalidRequest, LegFailed, ProxyError
+from pdproxy.errors import EngineReply, EngineSaidError, InvalidRequest, LegFailed, ProxyError
 from pdproxy.openai.body import Fields
 from pdproxy.openai.request import GenerationRequest
 from pdproxy.openai.response import CorruptAnswer
 from pdproxy.openai.several_prompts import JoinedAnswer, JoinedStream, prompts_of, with_prompt
 from pdproxy.openai.sse import event
 from pdproxy.orchestrator.context import Headers, Outlet, RequestContext
-from pdproxy.orchestrator.leg import EngineSaidError
 from pdproxy.telemetry.record import RequestRecord
 from transfer.memory_budget import MemoryShare
 

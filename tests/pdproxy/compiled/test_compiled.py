@@ -75,6 +75,33 @@ class TestModules:
         bases = [ast.unparse(base) for node in classes(module) for base in node.bases]
         assert not [base for base in bases if base.startswith("msgspec.")]
 
+    @pytest.mark.parametrize("module", MODULES)
+    def test_none_sets_what_an_uncompiled_base_has(self, module: str) -> None:
+        """mypyc leaves out attributes of such a class: whoever asks the class finds those of its base."""
+        tree = ast.parse(source(module).read_text())
+        assert list(attributes_below_uncompiled(tree)) == []
+
+
+def attributes_below_uncompiled(tree: ast.Module) -> Iterator[str]:
+    foreign = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("pdproxy.")
+        and node.module not in MODULES
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in foreign for base in node.bases):
+            given = [target for each in node.body if isinstance(each, ast.Assign) for target in each.targets]
+            names = [ast.unparse(target) for target in given]
+            yield from (f"{node.name}.{name}" for name in names if name != "__slots__")
+
+
+def test_attributes_are_found() -> None:
+    tree = ast.parse("from pdproxy.errors import LegFailed\nclass A(LegFailed):\n    __slots__ = ()\n    code = 'a'")
+    assert list(attributes_below_uncompiled(tree)) == ["A.code"]
+
 
 def classes(module: str) -> Iterator[ast.ClassDef]:
     tree = ast.parse(source(module).read_text())
