@@ -259,8 +259,7 @@ async def _behind_a_front(harness: Harness) -> AsyncIterator[None]:
 def _close_at_once(instance: Instance) -> None:
     """Scripted engines notice a closed leg at once."""
     adapter: Any = instance.adapter
-    traits = replace(adapter.traits, closing_s=CLOSING_S)
-    setattr(adapter, "_traits" if hasattr(adapter, "_traits") else "traits", traits)
+    adapter.traits = replace(adapter.traits, closing_s=CLOSING_S)
 
 
 def _is_compared(instance: Instance) -> bool:

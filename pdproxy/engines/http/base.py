@@ -10,6 +10,7 @@ from typing import Protocol
 
 from transfer.descriptors import LOCAL_ERRNOS, can_open
 
+# Not `Final`, because tests set them: compiled code would not look them up.
 SLICE_BYTES = 4 * 1024
 """The most bytes of an answer that are dealt with at a time. Where each of them makes work, as with chunks or events of
 a byte or two, that takes a millisecond or two. A read of a socket can be 64 times as large.

@@ -48,10 +48,11 @@ class HeadWriter:
 
 
 def _lines(headers: Mapping[str, str]) -> bytes:
-    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers) or "\0" in lines:
-        bad = [line for name, value in headers.items() if not _BREAKS.isdisjoint(line := f"{name}: {value}")]
-        raise ValueError(f"not to be sent as a header: {bad[0]!r}")
+    each = [f"{name}: {value}\r\n" for name, value in headers.items()]
+    lines = "".join(each)
+    if lines.count("\n") != len(each) or lines.count("\r") != len(each) or "\0" in lines:
+        bad = [line for line in each if not _BREAKS.isdisjoint(line[:-2])]
+        raise ValueError(f"not to be sent as a header: {bad[0][:-2]!r}")
     return lines.encode("latin-1")
 
 
